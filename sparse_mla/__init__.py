@@ -1,0 +1,1 @@
+"""FP8 sparse MLA attention for DeepSeek sparse attention models."""

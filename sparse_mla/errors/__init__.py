@@ -1,0 +1,25 @@
+"""Errors that explain themselves: ``error(id, **context)`` builds the exception of a record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .record import BackendError, ContractError, ErrorRecord, FileError, Solution, SparseMLAError
+from .records import RECORDS
+
+__all__ = [
+    "RECORDS",
+    "BackendError",
+    "ContractError",
+    "ErrorRecord",
+    "FileError",
+    "Solution",
+    "SparseMLAError",
+    "error",
+]
+
+
+def error(id: str, **context: Any) -> SparseMLAError:
+    """The exception of record ``id``, its texts filled from ``context``; the caller raises it."""
+    record = RECORDS[id]
+    return record.exception(record, context)

@@ -1,0 +1,7 @@
+"""Every error record, by id."""
+
+from __future__ import annotations
+
+from ..record import ErrorRecord
+
+RECORDS: dict[str, ErrorRecord] = {}

@@ -1,0 +1,60 @@
+"""The problem a backend is handed: one frozen object per call, every field with its shape and dtype.
+
+Only ``checks`` builds these. A backend may rely on everything written here without looking again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+D_V = 512
+"""Columns of a KV row that serve as the value (the latent part)."""
+
+D_QK_SUPPORTED = (512, 576)
+"""Columns of a query or KV row: 512 latent, with or without 64 rotary."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PrefillProblem:
+    """One sparse MLA prefill: the formula of ``backends/reference.py`` over these tensors.
+
+    Symbols: s_q query tokens, s_kv cached tokens, h_q query heads, d_qk 512 or 576, topk slots per query.
+    All tensors live on ``q.device``. ``q`` and ``kv`` are both ``float8_e4m3fn`` with scales, or both
+    unquantised (bfloat16, float16 or float32, each its own) with both scales ``None``.
+    """
+
+    q: torch.Tensor  # [s_q, h_q, d_qk], last dim dense, other strides free
+    kv: torch.Tensor  # [s_kv, d_qk] or [s_kv, 1, d_qk], last dim dense, row stride free
+    indices: torch.Tensor  # int32 [s_q, topk] or [s_q, 1, topk], last dim dense, row stride free
+    sm_scale: float  # finite, > 0; multiplies the dequantised dot product
+    q_scale: torch.Tensor | None  # float32, one element, [s_q] or [s_q, h_q], dense
+    kv_scale: torch.Tensor | None  # float32, one element or [s_kv], dense
+    attn_sink: torch.Tensor | None  # float32 [h_q], dense, natural-log logits
+    topk_length: torch.Tensor | None  # int32 [s_q], dense
+    out: torch.Tensor  # bfloat16 [s_q, h_q, 512], dense, every element written by the backend
+    max_logits: torch.Tensor  # float32 [s_q, h_q], dense, natural units
+    lse: torch.Tensor  # float32 [s_q, h_q], dense, natural log
+    s_q: int
+    s_kv: int
+    h_q: int
+    d_qk: int
+    topk: int
+
+    @property
+    def quantised(self) -> bool:
+        """Whether q and kv are FP8 with scales."""
+        return self.q_scale is not None
+
+    @property
+    def kv_rows(self) -> torch.Tensor:
+        """``kv`` as [s_kv, d_qk], a view."""
+        return self.kv if self.kv.ndim == 2 else self.kv[:, 0]
+
+    @property
+    def index_rows(self) -> torch.Tensor:
+        """``indices`` as [s_q, topk], a view."""
+        return self.indices if self.indices.ndim == 2 else self.indices[:, 0]
