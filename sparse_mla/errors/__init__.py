@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .record import BackendError, ContractError, ErrorRecord, FileError, Solution, SparseMLAError
+from .record import (
+    BackendError,
+    ContractError,
+    ErrorRecord,
+    FileError,
+    SlowBackendWarning,
+    Solution,
+    SparseMLAError,
+)
 from .records import RECORDS
 
 __all__ = [
@@ -13,6 +21,7 @@ __all__ = [
     "ContractError",
     "ErrorRecord",
     "FileError",
+    "SlowBackendWarning",
     "Solution",
     "SparseMLAError",
     "error",

@@ -98,6 +98,12 @@ class FileError(SparseMLAError, ValueError):
     """A file is not what it should be."""
 
 
+class SlowBackendWarning(UserWarning):
+    """A call ran on a slower backend than the user may expect; the text is that of its record."""
+
+    id = "slow-backend"
+
+
 def _plain(value: Any) -> Any:
     """Context holds shapes, dtypes, devices and numbers, never a tensor."""
     if value is None or isinstance(value, (bool, int, float, str)):
