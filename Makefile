@@ -1,0 +1,50 @@
+# Everything runs in an environment of its own, made on first use; PYTHON chooses the interpreter for it.
+VENV ?= .venv
+JOBS ?= 2
+PYTHON ?= python3
+ARGS ?=
+
+BIN := $(VENV)/bin
+# One thread for each test process: several processes that each use every core are slower than none.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test quick imports lint format types clean
+
+help:
+	@echo 'make demo     compute FP8 sparse MLA attention here, check it and time it (ARGS="--help": its options)'
+	@echo 'make test     every test that this machine can run (ARGS="-k merge": some of them)'
+	@echo 'make quick    the tests without the slow ones'
+	@echo 'make imports  the tests of who may import whom, and of the time an import takes'
+	@echo 'make lint     ruff: rules and format        make format  let ruff mend what it can'
+	@echo 'make types    mypy, strict                  make clean   remove $(VENV) and caches'
+
+venv:
+	@PYTHON='$(PYTHON)' tools/venv.sh '$(VENV)'
+
+demo: venv
+	$(BIN)/sparse-mla demo $(ARGS)
+
+test: venv
+	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)
+
+quick: venv
+	$(PYTEST) -n $(JOBS) --dist worksteal -m 'not slow' $(ARGS)
+
+imports: venv
+	$(PYTEST) tests/test_imports.py
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: venv
+	$(BIN)/mypy
+
+clean:
+	rm -rf '$(VENV)' build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find sparse_mla tests -name __pycache__ -type d -prune -exec rm -rf {} +
