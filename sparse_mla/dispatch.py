@@ -1,0 +1,160 @@
+"""Which backend runs a problem, and why each other one does not.
+
+A backend is a module of ``backends`` with ``NAME``, ``available() -> str | None`` (why it can run nothing
+on this machine), ``refusal(problem) -> str | None`` (why it cannot run this problem) and ``run(problem)``,
+which writes every element of the three outputs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import threading
+import warnings
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+
+from . import environment
+from .errors import SlowBackendWarning, error
+
+if TYPE_CHECKING:
+    from .params import PrefillProblem
+
+BACKENDS = tuple(
+    name
+    for name in ("sm90", "portable", "cpu", "reference")
+    if importlib.util.find_spec(f".backends.{name}", __package__)
+)
+"""Every backend, by module name."""
+
+_FASTEST_FIRST = {
+    device: tuple(name for name in names if name in BACKENDS)
+    for device, names in {
+        "cuda": ("sm90", "portable", "reference"),
+        "cpu": ("cpu", "reference"),
+    }.items()
+}
+_ELSEWHERE = ("reference",)
+
+_MAX_WARNINGS = 64
+"""Reasons may hold shapes: past this many different warnings a process says no more, and remembers no more."""
+
+
+class Backend(Protocol):
+    """What a module of ``backends`` offers."""
+
+    NAME: str
+
+    def available(self) -> str | None:
+        """Why this backend can run nothing on this machine; ``None``: it can."""
+
+    def refusal(self, problem: PrefillProblem) -> str | None:
+        """Why this backend cannot run this problem; ``None``: it can."""
+
+    def run(self, problem: PrefillProblem) -> None:
+        """Write every element of the problem's outputs."""
+
+
+_loaded: dict[str, Backend] = {}
+_warned: set[tuple[str, str]] = set()
+_thread = threading.local()
+
+
+def load(name: str) -> Backend:
+    """The backend called ``name``; imported at its first use."""
+    backend = _loaded.get(name)
+    if backend is None:
+        if name not in BACKENDS:
+            raise error("backend-unknown", backend=name, known=", ".join(("auto", *BACKENDS)))
+        module = importlib.import_module(f".backends.{name}", __package__)
+        backend = _loaded[name] = cast(Backend, module)
+    return backend
+
+
+def order(device_type: str) -> tuple[str, ...]:
+    """Names of the backends that ``auto`` tries on a device, fastest first."""
+    return _FASTEST_FIRST.get(device_type, _ELSEWHERE)
+
+
+def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
+    """The backend that runs ``problem``: the named one, else ``SPARSE_MLA_BACKEND``, else the fastest willing one.
+
+    Raises:
+        BackendError: ``backend-unknown``, ``backend-refused``, ``no-backend``.
+    """
+    if backend == "auto":
+        backend = environment.forced_backend()
+    if backend != "auto":
+        chosen = load(backend)
+        reason = chosen.refusal(problem)
+        if reason is not None:
+            raise error("backend-refused", backend=backend, reason=reason)
+        return chosen
+
+    names = order(problem.q.device.type)
+    first = load(names[0])
+    reason = first.refusal(problem)
+    if reason is None:
+        return first
+    refused = [(names[0], reason)]
+    for name in names[1:]:
+        candidate = load(name)
+        reason = candidate.refusal(problem)
+        if reason is None:
+            _warn_slow(name, refused)
+            return candidate
+        refused.append((name, reason))
+    raise error("no-backend", device=problem.q.device, reasons=_listed(refused))
+
+
+def refusals(problem: PrefillProblem) -> dict[str, str | None]:
+    """Each backend's reason for not running ``problem``; ``None`` where it would."""
+    return {name: load(name).refusal(problem) for name in BACKENDS}
+
+
+def run(problem: PrefillProblem, backend: str = "auto") -> str:
+    """Compute ``problem`` into its outputs; the name of the backend that did.
+
+    No gradient is recorded. Without queries nothing is launched.
+    """
+    chosen = choose(problem, backend)
+    if problem.s_q != 0:
+        if torch.is_grad_enabled() and _requires_grad(problem):
+            with torch.no_grad():
+                chosen.run(problem)
+        else:
+            chosen.run(problem)
+    name: str = chosen.NAME
+    _thread.last = name
+    return name
+
+
+def last_backend() -> str:
+    """The backend that ran this thread's latest call, ``""`` before the first."""
+    return getattr(_thread, "last", "")
+
+
+def _requires_grad(problem: PrefillProblem) -> bool:
+    sink = problem.attn_sink
+    return (
+        problem.q.requires_grad
+        or problem.kv.requires_grad
+        or problem.out.requires_grad
+        or (sink is not None and sink.requires_grad)
+    )
+
+
+def _warn_slow(chosen: str, refused: list[tuple[str, str]]) -> None:
+    """Say once that ``chosen`` stands in for faster backends, and why each of them refused."""
+    key = (chosen, _listed(refused))
+    if key in _warned or len(_warned) >= _MAX_WARNINGS:
+        return
+    _warned.add(key)
+    better = " or ".join(name for name, _ in refused)
+    text = str(error("slow-backend", chosen=chosen, better=better, reasons=key[1]))
+    warnings.warn(text, SlowBackendWarning, stacklevel=2)
+
+
+def _listed(refused: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in refused)

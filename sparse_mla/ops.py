@@ -1,0 +1,172 @@
+"""The operators as ``torch.library`` custom ops, and the one path that both they and the public functions take.
+
+A call: dump its inputs (only with ``SPARSE_MLA_DUMP``), check it, check its data (only with
+``SPARSE_MLA_DEBUG=1``), run it on the backend that ``dispatch`` chooses.
+
+Each attention operator is two ops: a functional one, and ``_out`` which writes into given buffers. Their fake
+implementations make the same checks of metadata, so that a broken call fails while it is traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from . import dispatch, environment
+from .checks import check_prefill, check_q8kv8
+from .params import PrefillProblem
+from .violations import E4M3
+
+Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+_library = torch.library.Library("sparse_mla", "DEF")
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register ``sparse_mla::name``: one implementation for every device, one for fake tensors."""
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"sparse_mla::{name}", fake, lib=_library)
+
+
+def run_q8kv8(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: Any,
+    q_scale: Any,
+    kv_scale: Any,
+    d_v: Any,
+    attn_sink: Any,
+    topk_length: Any,
+    out: Any = None,
+    max_logits: Any = None,
+    lse: Any = None,
+) -> Outputs:
+    """Check and run one call of ``sparse_mla_q8kv8_prefill_fwd``."""
+    if environment.any_diagnostics():
+        arguments = {
+            "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "q_scale": q_scale,
+            "kv_scale": kv_scale, "d_v": d_v, "attn_sink": attn_sink, "topk_length": topk_length,
+        }  # fmt: skip
+        outputs = {"out": out, "max_logits": max_logits, "lse": lse}
+        with _dumped("sparse_mla_q8kv8_prefill_fwd", arguments):
+            return _run(_with_debug(check_q8kv8(**arguments, **outputs)))
+    return _run(
+        check_q8kv8(
+            q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
+            out, max_logits, lse,
+        )
+    )  # fmt: skip
+
+
+def run_prefill(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: Any,
+    q_scale: Any,
+    kv_scale: Any,
+    attn_sink: Any,
+    topk_length: Any,
+    backend: str,
+    out: Any = None,
+    max_logits: Any = None,
+    lse: Any = None,
+) -> Outputs:
+    """Check and run one call of ``sparse_mla_prefill``."""
+    if environment.any_diagnostics():
+        arguments = {
+            "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "q_scale": q_scale,
+            "kv_scale": kv_scale, "attn_sink": attn_sink, "topk_length": topk_length,
+        }  # fmt: skip
+        outputs = {"out": out, "max_logits": max_logits, "lse": lse}
+        with _dumped("sparse_mla_prefill", arguments):
+            problem = _with_quantised_q(check_prefill(**arguments, **outputs))
+            return _run(_with_debug(problem), backend)
+    problem = check_prefill(
+        q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
+    )
+    return _run(_with_quantised_q(problem), backend)
+
+
+def _run(problem: PrefillProblem, backend: str = "auto") -> Outputs:
+    dispatch.run(problem, backend)
+    return problem.out, problem.max_logits, problem.lse
+
+
+def _with_debug(problem: PrefillProblem) -> PrefillProblem:
+    if environment.is_set("SPARSE_MLA_DEBUG"):
+        from .debug import check_data
+
+        check_data(problem)
+    return problem
+
+
+@contextmanager
+def _dumped(operator: str, arguments: dict[str, Any]) -> Iterator[None]:
+    """Within ``callfile.dump_call`` where ``SPARSE_MLA_DUMP`` asks for it."""
+    if not environment.read("SPARSE_MLA_DUMP"):
+        yield
+        return
+    from .callfile import dump_call
+
+    with dump_call(operator, arguments):
+        yield
+
+
+def _with_quantised_q(problem: PrefillProblem) -> PrefillProblem:
+    """The problem with an FP8 q: one of a float type is quantised where kv is FP8."""
+    if problem.kv_scale is None or problem.q.dtype is E4M3:
+        return problem
+    from . import quantize
+
+    q, q_scale = quantize.quantize_queries(problem.q, problem.q_scale)
+    return replace(problem, q=q, q_scale=q_scale)
+
+
+def _q8kv8_fake(*arguments: Any) -> Outputs:
+    problem = check_q8kv8(*arguments, compare_memory=False)
+    return problem.out, problem.max_logits, problem.lse
+
+
+def _q8kv8_out(*arguments: Any) -> None:
+    run_q8kv8(*arguments)
+
+
+def _q8kv8_out_fake(*arguments: Any) -> None:
+    check_q8kv8(*arguments, compare_memory=False)
+
+
+def _prefill_fake(*arguments: Any) -> Outputs:
+    problem = check_prefill(*arguments[:8], compare_memory=False)
+    return problem.out, problem.max_logits, problem.lse
+
+
+def _prefill_out(*arguments: Any) -> None:
+    run_prefill(*arguments)
+
+
+def _prefill_out_fake(*arguments: Any) -> None:
+    check_prefill(*arguments[:8], *arguments[9:], compare_memory=False)
+
+
+_Q8KV8 = (
+    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor q_scale, Tensor kv_scale, int d_v, "
+    "Tensor? attn_sink, Tensor? topk_length"
+)
+_PREFILL = (
+    "Tensor q, Tensor kv, Tensor indices, float? sm_scale, Tensor? q_scale, Tensor? kv_scale, "
+    "Tensor? attn_sink, Tensor? topk_length, str backend"
+)
+_BUFFERS = "Tensor(a!) out, Tensor(b!) max_logits, Tensor(c!) lse"
+_RESULTS = "(Tensor out, Tensor max_logits, Tensor lse)"
+
+_define("q8kv8_prefill", f"({_Q8KV8}) -> {_RESULTS}", run_q8kv8, _q8kv8_fake)
+_define("q8kv8_prefill_out", f"({_Q8KV8}, {_BUFFERS}) -> ()", _q8kv8_out, _q8kv8_out_fake)
+_define("prefill", f"({_PREFILL}) -> {_RESULTS}", run_prefill, _prefill_fake)
+_define("prefill_out", f"({_PREFILL}, {_BUFFERS}) -> ()", _prefill_out, _prefill_out_fake)

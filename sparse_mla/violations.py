@@ -1,0 +1,211 @@
+"""The checks that both operators make, one function a kind; ``checks`` puts them in order.
+
+Each is a generator of violations, or gives one. An argument that is not a tensor, or whose own shape depends
+on a broken one, ends or skips the check, so that ``sparse-mla check`` can list all that is wrong.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from numbers import Real
+from typing import Any
+
+import torch
+
+from .errors import SparseMLAError, error
+from .params import D_V
+
+Violations = Iterator[SparseMLAError]
+
+E4M3 = torch.float8_e4m3fn
+UNQUANTISED = (torch.bfloat16, torch.float16, torch.float32)
+_Tensor = torch.Tensor
+_NUMBERS = (Real, torch.SymFloat, torch.SymInt)
+_NAMES = ("out", "max_logits", "lse", "q", "kv", "indices", "q_scale", "kv_scale", "attn_sink", "topk_length")
+
+
+def not_a_tensor(name: str, value: Any) -> SparseMLAError:
+    """``value`` where a tensor is needed."""
+    return error("not-a-tensor", name=name, type=type(value).__name__)
+
+
+def no_tensors(**arguments: Any) -> Violations:
+    """Those of the arguments that are no tensors."""
+    for name, value in arguments.items():
+        if not isinstance(value, _Tensor):
+            yield not_a_tensor(name, value)
+
+
+def q_ndim(q: torch.Tensor) -> SparseMLAError:
+    """q without its three dimensions."""
+    return error("q-ndim", shape=tuple(q.shape))
+
+
+def d_qk_mismatch(d_qk: int, kv_d_qk: int) -> SparseMLAError:
+    """Rows of q and kv of different width."""
+    return error("d-qk-mismatch", d_qk=d_qk, kv_d_qk=kv_d_qk)
+
+
+def not_int32(indices: torch.Tensor) -> SparseMLAError:
+    """Indices of another dtype."""
+    return error("indices-not-int32", dtype=indices.dtype)
+
+
+def device_mismatch(name: str, tensor: torch.Tensor, device: torch.device) -> SparseMLAError:
+    """A tensor away from q."""
+    return error("device-mismatch", name=name, device=device, got=tensor.device)
+
+
+def not_contiguous(name: str, tensor: torch.Tensor) -> SparseMLAError:
+    """A tensor with gaps, or in another order."""
+    return error("not-contiguous", name=name, shape=tuple(tensor.shape), strides=tensor.stride())
+
+
+def place(name: str, tensor: torch.Tensor, device: torch.device) -> Violations:
+    """On q's device, and contiguous."""
+    if tensor.device != device:
+        yield device_mismatch(name, tensor, device)
+    if not tensor.is_contiguous():
+        yield not_contiguous(name, tensor)
+
+
+def dense_last(name: str, tensor: torch.Tensor) -> Violations:
+    """Elements of a row side by side in memory; the rows may lie anywhere."""
+    if tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel() > 0:
+        yield error(
+            "last-dim-not-dense", name=name, shape=tuple(tensor.shape), strides=tensor.stride()
+        )
+
+
+def topk_length(tensor: Any, device: torch.device, s_q: int | None) -> Violations:
+    """int32 [s_q]."""
+    if not isinstance(tensor, _Tensor):
+        yield not_a_tensor("topk_length", tensor)
+        return
+    yield from place("topk_length", tensor, device)
+    shape = tuple(tensor.shape)
+    if tensor.dtype is not torch.int32 or (s_q is not None and shape != (s_q,)):
+        wanted = "s_q" if s_q is None else s_q
+        yield error("topk-length-invalid", s_q=wanted, shape=shape, dtype=tensor.dtype)
+
+
+def attn_sink(tensor: Any, device: torch.device, h_q: int | None) -> Violations:
+    """float32 [h_q]."""
+    if not isinstance(tensor, _Tensor):
+        yield not_a_tensor("attn_sink", tensor)
+        return
+    yield from place("attn_sink", tensor, device)
+    shape = tuple(tensor.shape)
+    if tensor.dtype is not torch.float32 or (h_q is not None and shape != (h_q,)):
+        wanted = "h_q" if h_q is None else h_q
+        yield error("attn-sink-invalid", h_q=wanted, shape=shape, dtype=tensor.dtype)
+
+
+def is_one_float32(scale: Any, device: torch.device) -> bool:
+    """Whether a scale is what the strict operator's kernels read."""
+    return (
+        isinstance(scale, _Tensor)
+        and scale.dtype is torch.float32
+        and scale.numel() == 1
+        and scale.device == device
+    )
+
+
+def scale_invalid(name: str, scale: Any, device: torch.device) -> SparseMLAError:
+    """Any other scale in the strict operator."""
+    if isinstance(scale, _Tensor) and scale.device != device:
+        what = f"{_short(scale.dtype)} tensor on {scale.device}"
+    else:
+        what = described(scale)
+    return error("scale-invalid", name=name, what=what)
+
+
+def is_positive(value: Any) -> bool:
+    """Whether ``value`` is a number, finite and above zero. Never reads a tensor."""
+    return isinstance(value, _NUMBERS) and 0.0 < value < math.inf  # type: ignore[operator]
+
+
+def sm_scale(value: Any) -> Violations:
+    """A finite positive number."""
+    if not is_positive(value):
+        yield error("sm-scale-invalid", value=plain(value))
+
+
+def outputs(
+    given: tuple[Any, Any, Any],
+    device: torch.device,
+    s_q: int | None,
+    h_q: int | None,
+    inputs: tuple[Any, ...] | None,
+) -> Violations:
+    """The outputs that the caller gave: place, shape, dtype, and memory shared with nothing.
+
+    ``inputs`` in the order of the strict operator; ``None`` leaves the memory out.
+    """
+    shapes = ((s_q, h_q, D_V), (s_q, h_q), (s_q, h_q))
+    dtypes = (torch.bfloat16, torch.float32, torch.float32)
+    for name, tensor, shape, dtype in zip(_NAMES, given, shapes, dtypes, strict=False):
+        if tensor is None:
+            continue
+        if not isinstance(tensor, _Tensor):
+            yield not_a_tensor(name, tensor)
+            continue
+        yield from place(name, tensor, device)
+        got = tuple(tensor.shape)
+        if tensor.dtype is not dtype or (s_q is not None and got != shape):
+            yield error(
+                "output-invalid",
+                name=name,
+                shape=shape,
+                dtype=dtype,
+                got_shape=got,
+                got_dtype=tensor.dtype,
+            )
+    if inputs is not None:
+        pair = _first_overlap(given + inputs)
+        if pair is not None:
+            yield error("outputs-overlap", first=pair[0], second=pair[1])
+
+
+def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
+    """Two names, the first an output, whose tensors share a byte; the gaps of a strided input count as its own."""
+    spans = [
+        (name, *_span(tensor))
+        for name, tensor in zip(_NAMES, tensors, strict=True)
+        if isinstance(tensor, _Tensor)
+    ]
+    for i, (name, start, end) in enumerate(spans):
+        if name not in _NAMES[:3]:
+            break
+        for other, other_start, other_end in spans[i + 1 :]:
+            if start < other_end and other_start < end:
+                return name, other
+    return None
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of a tensor and the one past its last; an empty tensor has none and overlaps nothing."""
+    if tensor.numel() == 0:
+        return 0, 0
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def described(value: Any) -> str:
+    """An argument in words, for a message; a tensor by its metadata only."""
+    if isinstance(value, _Tensor):
+        return f"{_short(value.dtype)} tensor of shape {tuple(value.shape)}"
+    if value is None:
+        return "None"
+    return f"{type(value).__name__} {value!r}"
+
+
+def plain(value: Any) -> Any:
+    """A value for an error's context: never the data of a tensor."""
+    return described(value) if isinstance(value, _Tensor) else value
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
