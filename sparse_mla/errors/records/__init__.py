@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..record import BackendError, ContractError, ErrorRecord, FileError, SparseMLAError
+from .jit import RECORDS as _JIT
 
 _Q = "sparse_mla_q8kv8_prefill_fwd"
 
@@ -99,3 +100,4 @@ RECORDS: dict[str, ErrorRecord] = {
     for exception, briefs in _BRIEF.items()
     for brief in briefs
 }
+RECORDS.update({record.id: record for record in _JIT})

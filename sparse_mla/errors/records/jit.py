@@ -1,0 +1,489 @@
+"""Compiling, caching, loading and launching kernels."""
+
+from __future__ import annotations
+
+from ..record import BackendError, ErrorRecord, Solution
+
+SINCE = "0.1.0"
+
+_KERNEL = """\
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from sparse_mla.jit import Variant, compile_variant, load
+
+root = Path(tempfile.mkdtemp())
+(root / "one.cu").write_text('extern "C" __global__ void one(float* x) { x[0] = 1.0f; }')
+variant = Variant(name="one", source="one.cu", entry="one", root=root)
+cache = root / "cache"
+use_cache = mock.patch.dict(os.environ, {"SPARSE_MLA_CACHE_DIR": str(cache)})
+"""
+
+_WARN = (
+    _KERNEL
+    + """\
+import warnings
+from sparse_mla.jit_cache import KernelCacheWarning
+
+
+def compile_strictly():
+    with use_cache, warnings.catch_warnings():
+        warnings.simplefilter("error")  # make the warning an exception
+        try:
+            compile_variant(variant)
+        except KernelCacheWarning as warning:
+            raise warning.cause
+
+
+"""
+)
+
+RECORDS: tuple[ErrorRecord, ...] = (
+    ErrorRecord(
+        id="nvrtc-missing",
+        exception=BackendError,
+        title="The kernel compiler is not installed",
+        message="NVRTC is not usable: {reason}",
+        detail=(
+            "GPU kernels are compiled at their first use, by NVIDIA's run-time compiler; it "
+            "comes from pip and needs no CUDA toolkit."
+        ),
+        fix="pip install 'sparse-mla[cuda]'; or run on the CPU, which needs no compiler.",
+        meaning=(
+            "The Hopper kernels are shipped as CUDA C++ and compiled once on the user's "
+            "machine by NVRTC, which is reached through the package cuda-bindings. The "
+            "package or the library libnvrtc behind it could not be loaded. A kernel that is "
+            "already in the cache loads without NVRTC."
+        ),
+        trigger=(
+            "cuda.bindings.nvrtc cannot be imported, or libnvrtc is not found, when a kernel "
+            "is not in the cache."
+        ),
+        situations=(
+            "sparse-mla was installed without its extra `cuda`.",
+            (
+                "cuda-bindings is there, but nvidia-cuda-nvrtc is not, or is of another CUDA "
+                "major version."
+            ),
+            "A container image was slimmed down and lost the libraries under site-packages/nvidia.",
+        ),
+        solutions=(
+            Solution(
+                "Install the extra, which names both packages.", "pip install 'sparse-mla[cuda]'"
+            ),
+            Solution("See what this machine can run.", "sparse-mla doctor"),
+            Solution("Use another backend.", "SPARSE_MLA_BACKEND=reference python serve.py"),
+        ),
+        before=_KERNEL
+        + """\
+import sys
+# As on a machine without the package cuda-bindings.
+missing = {"cuda.bindings": None, "cuda.bindings.nvrtc": None}
+with use_cache, mock.patch.dict(sys.modules, missing):
+    compile_variant(variant)
+""",
+        after=_KERNEL
+        + """\
+with use_cache:
+    compile_variant(variant)
+""",
+        related=("cuda-driver-missing", "kernel-compile-failed"),
+        operators=(),
+        since=SINCE,
+        symptoms=(
+            "libnvrtc.so not found",
+            "No module named 'cuda.bindings'",
+            "no nvcc",
+            "CUDA_HOME",
+        ),
+        foreign=(
+            r"DynamicLibNotFoundError.*nvrtc",
+            r"No module named 'cuda(\.bindings)?'",
+            r"CUDA_HOME (environment variable is not set|is unset)",
+            r"Could not find nvcc",
+        ),
+        needs=("nvrtc",),
+    ),
+    ErrorRecord(
+        id="cuda-driver-missing",
+        exception=BackendError,
+        title="There is no usable CUDA driver",
+        message="the CUDA driver is not usable: {reason}",
+        detail=(
+            "A kernel can be compiled without a GPU, but only the driver, libcuda.so.1, can "
+            "load and launch it."
+        ),
+        fix=(
+            "install the NVIDIA driver, or start the container with its GPUs (docker run "
+            "--gpus all)."
+        ),
+        meaning=(
+            "libcuda.so.1 comes with the NVIDIA driver, never with pip. It could not be "
+            "opened, or it found no GPU, or it could not be initialised in this process."
+        ),
+        trigger="libcuda.so.1 cannot be opened, or cuInit reports an error.",
+        situations=(
+            "The machine has no NVIDIA GPU.",
+            "A container was started without access to the host's GPUs.",
+            "CUDA_VISIBLE_DEVICES is empty (CUDA_ERROR_NO_DEVICE).",
+            (
+                "A child process was forked after the parent had used CUDA "
+                "(CUDA_ERROR_NOT_INITIALIZED)."
+            ),
+        ),
+        solutions=(
+            Solution("Check that the driver answers.", "nvidia-smi"),
+            Solution("Give the container its GPUs.", "docker run --gpus all ..."),
+            Solution(
+                "Start worker processes with spawn.",
+                "torch.multiprocessing.set_start_method('spawn')",
+            ),
+            Solution(
+                "Compute on the CPU.",
+                "out = sparse_mla.sparse_mla_prefill(q.cpu(), kv.cpu(), indices.cpu())",
+            ),
+        ),
+        before="""\
+from unittest import mock
+
+from sparse_mla import jit_driver
+
+# As on a machine without the NVIDIA driver.
+absent = OSError("libcuda.so.1: cannot open shared object file: No such file or directory")
+with mock.patch("ctypes.CDLL", side_effect=absent):
+    jit_driver.driver.__wrapped__()
+""",
+        after="""\
+from sparse_mla import jit
+
+print(jit.available() or "kernels can be compiled and loaded here")
+""",
+        related=("nvrtc-missing", "kernel-load-failed"),
+        operators=(),
+        since=SINCE,
+        symptoms=("libcuda.so.1: cannot open shared object file", "no CUDA-capable device"),
+        foreign=(
+            r"libcuda\.so\.1: cannot open shared object file",
+            r"Found no NVIDIA driver on your system",
+            r"no CUDA-capable device is detected",
+        ),
+    ),
+    ErrorRecord(
+        id="kernel-compile-failed",
+        exception=BackendError,
+        title="A kernel did not compile",
+        message="kernel {kernel} did not compile for {arch}: {first}",
+        detail="{source}, compiled by {compiler}, said:\n{log}",
+        fix=(
+            "for a kernel of this package, install the compiler it was tested with (pip "
+            "install -U 'sparse-mla[cuda]') and report what it said."
+        ),
+        meaning=(
+            "NVRTC refused a kernel's source or options. The kernels of a release compile "
+            "with every NVRTC that the extra `cuda` admits, so either the compiler is an "
+            "older one, or the source was changed."
+        ),
+        trigger=(
+            "NVRTC reports an error for the source, or the source is missing, or lacks the "
+            "entry function."
+        ),
+        situations=(
+            "An NVRTC older than CUDA 12 does not know the architecture sm_90a.",
+            "A kernel source in an editable checkout was changed.",
+            'A kernel function is not extern "C", so that its name in the cubin is a mangled one.',
+            "A header is included by a path that is not relative to the folder of kernels.",
+        ),
+        solutions=(
+            Solution("Bring the compiler up to date.", "pip install -U 'sparse-mla[cuda]'"),
+            Solution("Read the first error of the log: the others often follow from it."),
+            Solution(
+                "Use another backend meanwhile.", "SPARSE_MLA_BACKEND=reference python serve.py"
+            ),
+        ),
+        before=_KERNEL
+        + """\
+(root / "one.cu").write_text('extern "C" __global__ void one(float* x) { x[0] = undefined; }')
+with use_cache:
+    compile_variant(variant)
+""",
+        after=_KERNEL
+        + """\
+with use_cache:
+    compile_variant(variant)
+""",
+        related=("nvrtc-missing", "kernel-load-failed"),
+        operators=(),
+        since=SINCE,
+        symptoms=(
+            "NVRTC_ERROR_COMPILATION",
+            "ptxas fatal",
+            "catastrophic error: cannot open source file",
+        ),
+        foreign=(
+            r"NVRTC_ERROR_COMPILATION",
+            r"ptxas (fatal|error)\s*:",
+            r"nvcc fatal\s*: Unsupported gpu architecture",
+        ),
+        needs=("nvrtc",),
+    ),
+    ErrorRecord(
+        id="kernel-load-failed",
+        exception=BackendError,
+        title="The driver refused a compiled kernel",
+        message="kernel {kernel} could not be loaded on {device}: {reason}",
+        detail="It was compiled for {arch}; {device} has compute capability {capability}.",
+        fix="use a GPU of that architecture, or a driver that knows it (580 or newer for CUDA 13).",
+        meaning=(
+            "The kernel is compiled for one architecture and runs on that one only: sm_90a is"
+            " compute capability 9.0 (H100, H200, H20, GH200). Where the architecture fits, "
+            "the driver may be older than the compiler's CUDA version, or the device may be "
+            "out of memory."
+        ),
+        trigger=(
+            "a driver call fails between opening the device and finding the kernel in the "
+            "loaded cubin."
+        ),
+        situations=(
+            "The GPU is no Hopper (CUDA_ERROR_NO_BINARY_FOR_GPU).",
+            (
+                "The driver is older than CUDA 13 (CUDA_ERROR_UNSUPPORTED_PTX_VERSION, "
+                "CUDA_ERROR_INVALID_IMAGE)."
+            ),
+            "An earlier kernel of this process crashed; every later driver call then fails.",
+            "The device has no memory left for the kernel's code.",
+        ),
+        solutions=(
+            Solution(
+                "See which backends take this GPU, and why the others do not.", "sparse-mla doctor"
+            ),
+            Solution("Check the driver's version.", "nvidia-smi"),
+            Solution("Find an earlier crash.", "CUDA_LAUNCH_BLOCKING=1 python serve.py"),
+        ),
+        before=_KERNEL
+        + """\
+with use_cache:
+    load(variant, 0, arch="sm_80")  # on a Hopper GPU
+""",
+        after=_KERNEL
+        + """\
+with use_cache:
+    load(variant, 0, arch="sm_90a")
+""",
+        related=("kernel-compile-failed", "kernel-launch-failed", "cuda-driver-missing"),
+        operators=(),
+        since=SINCE,
+        symptoms=("no kernel image is available for execution on the device",),
+        foreign=(
+            r"no kernel image is available for execution on the device",
+            r"CUDA_ERROR_(NO_BINARY_FOR_GPU|INVALID_IMAGE|UNSUPPORTED_PTX_VERSION)",
+            r"device kernel image is invalid",
+        ),
+        needs=("hopper", "nvrtc"),
+    ),
+    ErrorRecord(
+        id="kernel-launch-failed",
+        exception=BackendError,
+        title="A kernel could not be launched",
+        message="kernel {kernel} could not be launched on {device}: {reason}",
+        detail=(
+            "The launch had grid {grid}, block {block} and {smem} bytes of dynamic shared memory."
+        ),
+        fix="look for an earlier crash first: run once with CUDA_LAUNCH_BLOCKING=1.",
+        meaning=(
+            "The driver refused a launch. It also reports here what went wrong in kernels "
+            "that were launched before, by anyone in this process: CUDA_ERROR_ILLEGAL_ADDRESS"
+            " means that such a kernel left its buffers."
+        ),
+        trigger="cuLaunchKernel returns an error.",
+        situations=(
+            "A kernel that ran earlier in this process crashed.",
+            "The stream belongs to another device than the tensors (CUDA_ERROR_INVALID_HANDLE).",
+            "The device was reset, or this process was forked after CUDA was used.",
+        ),
+        solutions=(
+            Solution("Find the kernel that crashed.", "CUDA_LAUNCH_BLOCKING=1 python serve.py"),
+            Solution("Find its wrong address.", "compute-sanitizer python serve.py"),
+            Solution(
+                "Keep the inputs of the call and report it.",
+                "SPARSE_MLA_DUMP=calls python serve.py",
+            ),
+        ),
+        before=_KERNEL
+        + """\
+import ctypes
+import torch
+
+x = torch.zeros(1, device="cuda")
+parameters = ctypes.c_void_p(x.data_ptr())
+with use_cache:
+    kernel = load(variant, 0)
+stream = torch.cuda.current_stream().cuda_stream
+# A block has at most 1024 threads.
+kernel.launch((1, 1, 1), (2048, 1, 1), 0, stream, ctypes.addressof(parameters))
+""",
+        after=_KERNEL
+        + """\
+import ctypes
+import torch
+
+x = torch.zeros(1, device="cuda")
+parameters = ctypes.c_void_p(x.data_ptr())
+with use_cache:
+    kernel = load(variant, 0)
+stream = torch.cuda.current_stream().cuda_stream
+kernel.launch((1, 1, 1), (1, 1, 1), 0, stream, ctypes.addressof(parameters))
+""",
+        related=("kernel-load-failed",),
+        operators=(),
+        since=SINCE,
+        symptoms=("an illegal memory access was encountered", "invalid resource handle"),
+        foreign=(r"CUDA_ERROR_ILLEGAL_ADDRESS", r"CUDA_ERROR_LAUNCH_(FAILED|OUT_OF_RESOURCES)"),
+        needs=("cuda", "hopper", "nvrtc"),
+    ),
+    ErrorRecord(
+        id="cache-unwritable",
+        exception=BackendError,
+        title="Compiled kernels cannot be kept",
+        message="the kernel cache cannot be written at {path}: {reason}",
+        detail=(
+            "The kernels are compiled again, about a second each, in every process that uses "
+            "them. Results are the same."
+        ),
+        fix="set SPARSE_MLA_CACHE_DIR to a directory of your own that can be written.",
+        meaning=(
+            "A warning, not a failure, given once in a process. Compiled kernels are kept on "
+            "disk so that only the first process pays for compiling. They could not be "
+            "written."
+        ),
+        trigger="a directory cannot be made, or a file in it cannot be written or renamed.",
+        situations=(
+            "The home directory is read-only or missing, as in many containers.",
+            "The disk is full, or a quota is used up.",
+            "SPARSE_MLA_CACHE_DIR names a file.",
+        ),
+        solutions=(
+            Solution(
+                "Choose another directory.", "export SPARSE_MLA_CACHE_DIR=/scratch/$USER/sparse-mla"
+            ),
+            Solution(
+                "Silence the warning where compiling each time is fine.",
+                (
+                    "warnings.filterwarnings('ignore', "
+                    "category=sparse_mla.jit_cache.KernelCacheWarning)"
+                ),
+            ),
+        ),
+        before=_WARN
+        + """\
+cache.write_text("a file, not a directory")
+compile_strictly()
+""",
+        after=_WARN
+        + """\
+compile_strictly()  # makes the directory
+""",
+        related=("cache-untrusted", "cache-corrupt"),
+        operators=(),
+        since=SINCE,
+        symptoms=(
+            "Read-only file system",
+            "Permission denied: ~/.cache",
+            "No space left on device",
+        ),
+        needs=("nvrtc",),
+    ),
+    ErrorRecord(
+        id="cache-untrusted",
+        exception=BackendError,
+        title="Another user could have filled the kernel cache",
+        message="the kernel cache at {path} is not used: {reason}",
+        detail=(
+            "A cached kernel is code that runs with your data, so it is read only from what "
+            "belongs to you and what others cannot write."
+        ),
+        fix="set SPARSE_MLA_CACHE_DIR to a directory of your own, or run chmod o-w on this one.",
+        meaning=(
+            "A warning, not a failure, given once in a process. The cache's directory or one "
+            "of its files belongs to another user or may be written by everybody, so somebody"
+            " else could have put a kernel there. Nothing is read from it and nothing is "
+            "written to it; kernels are compiled in memory."
+        ),
+        trigger=(
+            "the owner of the directory or file is not the effective user, or its mode lets "
+            "everybody write."
+        ),
+        situations=(
+            "SPARSE_MLA_CACHE_DIR is a shared directory, such as /tmp.",
+            (
+                "A container runs as root with a user's home directory mounted, or the other way "
+                "round."
+            ),
+        ),
+        solutions=(
+            Solution(
+                "Choose a directory of your own.",
+                "export SPARSE_MLA_CACHE_DIR=$HOME/.cache/sparse-mla",
+            ),
+            Solution("Take the permission away.", "chmod o-w DIRECTORY"),
+        ),
+        before=_WARN
+        + """\
+cache.mkdir()
+cache.chmod(0o777)
+compile_strictly()
+""",
+        after=_WARN
+        + """\
+cache.mkdir()
+cache.chmod(0o700)
+compile_strictly()
+""",
+        related=("cache-unwritable", "cache-corrupt"),
+        operators=(),
+        since=SINCE,
+        needs=("nvrtc",),
+    ),
+    ErrorRecord(
+        id="cache-corrupt",
+        exception=BackendError,
+        title="A cached kernel was damaged and is compiled again",
+        message="the cached kernel {path} is damaged and is compiled again",
+        detail="Its {bytes} bytes do not have the hash that was stored with them.",
+        fix="nothing, unless it comes back: then check the disk, or delete the directory.",
+        meaning=(
+            "A warning, not a failure, given once for a file. Each cached kernel is stored "
+            "with a hash, which is checked before it is loaded. This one was cut short or "
+            "changed, so it was not loaded; it is compiled again and replaced."
+        ),
+        trigger="the stored hash does not match the contents of a file in the cache.",
+        situations=(
+            (
+                "The machine lost power or the disk filled up while files were being written or "
+                "copied."
+            ),
+            "The cache was copied from another machine and the copy is not complete.",
+        ),
+        solutions=(
+            Solution("Leave it: the file is replaced."),
+            Solution("Delete the cache; it is built again.", "rm -r ~/.cache/sparse-mla"),
+        ),
+        before=_WARN
+        + """\
+compile_strictly()
+(file,) = cache.iterdir()
+file.write_bytes(file.read_bytes()[:-1])
+compile_strictly()
+""",
+        after=_WARN
+        + """\
+compile_strictly()
+compile_strictly()  # from the cache
+""",
+        related=("cache-unwritable", "cache-untrusted"),
+        operators=(),
+        since=SINCE,
+        needs=("nvrtc",),
+    ),
+)

@@ -1,0 +1,214 @@
+"""The CUDA driver through ctypes: load a cubin on a device, launch its kernel on a stream.
+
+The functions are called without declared argument types, which halves the cost of a call: a Python
+int is then passed as a C int, so every pointer and handle must be a `c_void_p` (or ``byref`` of
+something). The driver copies the parameters during the call, so buffers need to live no longer than
+that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_char_p, c_int, c_void_p
+from typing import Any
+
+from .errors import error
+
+# Values of the driver's enumerations, from cuda.h.
+CAPTURE_MODE_RELAXED = 2
+DEVICE_MULTIPROCESSORS = 16
+DEVICE_CAPABILITY_MAJOR = 75
+DEVICE_CAPABILITY_MINOR = 76
+DEVICE_MAX_SHARED_OPTIN = 97
+FUNCTION_STATIC_SHARED = 1
+FUNCTION_MAX_DYNAMIC_SHARED = 8
+
+
+class DriverCallError(Exception):
+    """A driver function returned something else than success; the text is the driver's."""
+
+
+@functools.lru_cache(maxsize=1)
+def driver() -> Any:
+    """The driver's library, initialised, as a ctypes object; raises ``cuda-driver-missing``."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        check(library, library.cuInit(0))
+    except (OSError, DriverCallError) as failure:
+        raise error("cuda-driver-missing", reason=failure) from failure
+    return library
+
+
+def check(library: Any, status: int) -> None:
+    """Turn a status other than success into `DriverCallError`."""
+    if status != 0:
+        raise DriverCallError(describe(library, status))
+
+
+def describe(library: Any, status: int) -> str:
+    """The driver's name and text of a status: ``CUDA_ERROR_INVALID_VALUE (invalid argument)``."""
+    name, text = c_char_p(), c_char_p()
+    library.cuGetErrorName(status, byref(name))
+    library.cuGetErrorString(status, byref(text))
+    if not name.value:
+        return f"driver status {status}"
+    return f"{name.value.decode()} ({(text.value or b'').decode()})"
+
+
+def device_attribute(library: Any, device: int, attribute: int) -> int:
+    """One of the ``DEVICE_`` numbers of a device."""
+    value = c_int()
+    check(library, library.cuDeviceGetAttribute(byref(value), attribute, device))
+    return value.value
+
+
+class Kernel:
+    """One kernel on one device, for the life of the process. `launch` may be called from any
+    thread.
+    """
+
+    __slots__ = (
+        "_context",
+        "_current",
+        "_function",
+        "_launch",
+        "_library",
+        "arch",
+        "capability",
+        "device_index",
+        "max_dynamic_smem",
+        "multiprocessors",
+        "name",
+    )
+
+    def __init__(
+        self, library: Any, name: str, entry: str, arch: str, cubin: bytes, device_index: int
+    ) -> None:
+        self.name = name
+        self.arch = arch
+        self.device_index = device_index
+        self.capability = "unknown"
+        self._library = library
+        self._launch = library.cuLaunchKernel
+        self._current = library.cuCtxGetCurrent
+        try:
+            self._load(entry, cubin)
+        except DriverCallError as failure:
+            raise error("kernel-load-failed", **self._where(), reason=failure) from failure
+
+    def _load(self, entry: str, cubin: bytes) -> None:
+        library = self._library
+        device, context, module, function, static = (
+            c_int(),
+            c_void_p(),
+            c_void_p(),
+            c_void_p(),
+            c_int(),
+        )
+        check(library, library.cuDeviceGet(byref(device), self.device_index))
+        major = device_attribute(library, device.value, DEVICE_CAPABILITY_MAJOR)
+        self.capability = (
+            f"{major}.{device_attribute(library, device.value, DEVICE_CAPABILITY_MINOR)}"
+        )
+        # The context that torch uses too. Kept for the life of the process, as the kernel is.
+        check(library, library.cuDevicePrimaryCtxRetain(byref(context), device))
+        with pushed(library, context), relaxed_capture(library):
+            check(library, library.cuModuleLoadData(byref(module), cubin))
+            check(library, library.cuModuleGetFunction(byref(function), module, entry.encode()))
+            check(
+                library, library.cuFuncGetAttribute(byref(static), FUNCTION_STATIC_SHARED, function)
+            )
+            # Per function and per device: allow all the shared memory that a launch may ask for.
+            most = device_attribute(library, device.value, DEVICE_MAX_SHARED_OPTIN) - static.value
+            check(library, library.cuFuncSetAttribute(function, FUNCTION_MAX_DYNAMIC_SHARED, most))
+        self._function = function
+        self._context = context.value
+        self.max_dynamic_smem = most
+        self.multiprocessors = device_attribute(library, device.value, DEVICE_MULTIPROCESSORS)
+
+    def launch(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem: int,
+        stream_ptr: int,
+        params_address: int,
+    ) -> None:
+        """Put the kernel on the stream. Its only parameter is the struct at ``params_address``,
+        which is copied now.
+
+        ``smem`` is dynamic shared memory in bytes, ``stream_ptr`` a ``cudaStream_t`` of this
+        kernel's device (torch's ``stream.cuda_stream``). Neither waits nor changes the thread's
+        current device. Raises ``kernel-launch-failed``.
+        """
+        current = c_void_p()
+        self._current(byref(current))
+        if current.value == self._context:
+            status = self._launch(
+                self._function,
+                *grid,
+                *block,
+                smem,
+                c_void_p(stream_ptr),
+                byref(c_void_p(params_address)),
+                None,
+            )
+        else:
+            # Another device is current, or this thread has used none yet.
+            with pushed(self._library, c_void_p(self._context)):
+                status = self._launch(
+                    self._function,
+                    *grid,
+                    *block,
+                    smem,
+                    c_void_p(stream_ptr),
+                    byref(c_void_p(params_address)),
+                    None,
+                )
+        if status != 0:
+            reason = describe(self._library, status)
+            raise error(
+                "kernel-launch-failed",
+                **self._where(),
+                reason=reason,
+                grid=grid,
+                block=block,
+                smem=smem,
+            )
+
+    def _where(self) -> dict[str, Any]:
+        """What the error records say about this kernel and its device."""
+        return {
+            "kernel": self.name,
+            "arch": self.arch,
+            "device": f"cuda:{self.device_index}",
+            "capability": self.capability,
+        }
+
+
+@contextmanager
+def pushed(library: Any, context: c_void_p) -> Iterator[None]:
+    """Make a context current on this thread, and afterwards what was current before: torch sees no
+    change of device.
+    """
+    check(library, library.cuCtxPushCurrent_v2(context))
+    try:
+        yield
+    finally:
+        library.cuCtxPopCurrent_v2(byref(c_void_p()))
+
+
+@contextmanager
+def relaxed_capture(library: Any) -> Iterator[None]:
+    """Let a module be loaded while some thread captures a CUDA graph: loading allocates, which a
+    capture forbids by default.
+    """
+    mode = c_int(CAPTURE_MODE_RELAXED)
+    check(library, library.cuThreadExchangeStreamCaptureMode(byref(mode)))
+    try:
+        yield
+    finally:
+        library.cuThreadExchangeStreamCaptureMode(byref(mode))
