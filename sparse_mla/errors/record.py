@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
+import string
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 DOCS_URL = "https://sparse-mla.github.io"
 """Where the built error reference is published; ``SPARSE_MLA_DOCS_URL`` overrides it."""
+
+_LONGEST_VALUE = 4000
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 @dataclass(frozen=True)
@@ -21,9 +27,10 @@ class Solution:
 
 @dataclass(frozen=True)
 class ErrorRecord:
-    """One error, declared once: the exception text, the terminal page, the web page and the JSON come from it.
+    """One error, declared once; the exception's text, the pages and the JSON come from it.
 
-    ``message``, ``detail`` and ``fix`` are ``str.format`` templates over the context of the raising site.
+    ``message``, ``detail`` and ``fix`` are ``str.format`` templates over the context of the raising
+    site; ``yours`` is one over the fields of ``message`` alone, which a pasted first line fills.
     """
 
     id: str  # slug, never reused
@@ -42,8 +49,9 @@ class ErrorRecord:
     operators: tuple[str, ...]
     since: str
     symptoms: tuple[str, ...] = ()  # words people search for that are not in the text
-    foreign: tuple[str, ...] = ()  # regular expressions for other projects' messages of the same situation
-    needs: tuple[str, ...] = field(default=())  # what the examples need: "cuda", "hopper", ...
+    foreign: tuple[str, ...] = ()  # regular expressions for other projects' messages
+    needs: tuple[str, ...] = ()  # what the examples need: "cuda", "hopper", ...
+    yours: str = ""  # what the values of a pasted message say about the reader's call
 
 
 class SparseMLAError(Exception):
@@ -55,10 +63,13 @@ class SparseMLAError(Exception):
     def __init__(self, record: ErrorRecord, context: Mapping[str, Any]) -> None:
         self.record = record
         self.context = {key: _plain(value) for key, value in context.items()}
-        lines = (record.message, record.detail, "Fix: " + record.fix)
-        first, *rest = (line.format(**self.context) for line in lines)
-        text = "\n  ".join([first, *rest, f"More: sparse-mla explain {record.id}"])
-        super().__init__(text)
+        lines = (
+            fill(record.message, self.context).replace("\n", " "),
+            fill(record.detail, self.context).replace("\n", "\n  "),
+            "Fix: " + fill(record.fix, self.context).replace("\n", "\n  "),
+            f"More: sparse-mla explain {record.id}",
+        )
+        super().__init__("\n  ".join(lines))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.record, self.context)
@@ -75,13 +86,14 @@ class SparseMLAError(Exception):
         return f"{base}/errors/{self.record.id}/"
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as plain data, for logs and dashboards."""
+        """The error as plain data that any JSON reader takes, for logs and dashboards."""
+        text = str(self)
         return {
             "id": self.id,
             "type": type(self).__name__,
-            "message": str(self).splitlines()[0],
-            "text": str(self),
-            "context": dict(self.context),
+            "message": text.partition("\n")[0],
+            "text": text,
+            "context": {key: _jsonable(value) for key, value in self.context.items()},
             "url": self.url,
         }
 
@@ -104,10 +116,41 @@ class SlowBackendWarning(UserWarning):
     id = "slow-backend"
 
 
+class _Values(dict[str, str]):
+    """Shows a value that the raising site forgot as ``?``: a gap must not hide the error itself."""
+
+    def __missing__(self, key: str) -> str:
+        return "?"
+
+
+def fill(template: str, values: Mapping[str, Any]) -> str:
+    """``template`` with its fields filled; control characters in them are shown, not obeyed."""
+    shown = _Values((key, visible(str(value))) for key, value in values.items())
+    return string.Formatter().vformat(template, (), shown)
+
+
+def visible(text: str) -> str:
+    """``text`` cut to length, control and direction characters escaped but for line feed and tab."""
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[:_LONGEST_VALUE]} ... ({len(text)} characters)"
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
 def _plain(value: Any) -> Any:
     """Context holds shapes, dtypes, devices and numbers, never a tensor."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in value)
-    return str(value)
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return f"a tensor of shape {_plain(tuple(value.shape))} and dtype {value.dtype}"
+    return visible(str(value))
+
+
+def _jsonable(value: Any) -> Any:
+    """JSON has neither NaN nor infinities, and a tuple is a list there."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, tuple):
+        return [_jsonable(item) for item in value]
+    return value

@@ -1,0 +1,142 @@
+"""Quantisation and merging."""
+
+from __future__ import annotations
+
+from ..record import ContractError, ErrorRecord, Solution
+
+_QUANTIZE = "import torch\nfrom sparse_mla import quantize_fp8\n\n"
+_MERGE = (
+    "import torch\nfrom sparse_mla import merge_attention_states\n\nouts = torch.randn(2, 4, 16,"
+    " 512)\n"
+)
+
+RECORDS = (
+    ErrorRecord(
+        id="quantize-input",
+        exception=ContractError,
+        title="The tensor cannot be quantised to FP8",
+        message="x must be a float tensor with a non-empty last dimension, got {shape}/{dtype}",
+        detail=(
+            "Quantisation looks for the largest magnitude of float data and divides by it;"
+            " integers, booleans and FP8 data have no such meaning."
+        ),
+        fix="pass bfloat16, float16 or float32 data with at least one column.",
+        yours="Your tensor has shape {shape} and dtype {dtype}.",
+        meaning=(
+            "The scale is the largest magnitude / 448, so that every value fits e4m3fn. Data that"
+            " is FP8 already would be scaled twice, and a tensor without columns has no largest"
+            " value."
+        ),
+        trigger=(
+            "`x` is not bfloat16, float16, float32 or float64, has no dimension, or `x.shape[-1]"
+            " == 0`"
+        ),
+        situations=(
+            "The tensor is quantised already.",
+            "The packed uint8 cache was passed instead of its values.",
+            "A slice of columns came out empty.",
+        ),
+        solutions=(
+            Solution("Convert integers first.", "x = x.float()"),
+            Solution(
+                "To change the scale of FP8 data, dequantise it first.", "x = x_fp8.float() * scale"
+            ),
+        ),
+        before=_QUANTIZE + "x, scale = quantize_fp8(torch.arange(576).reshape(1, 576))\n",
+        after=_QUANTIZE + "x, scale = quantize_fp8(torch.arange(576).reshape(1, 576).float())\n",
+        related=("quantize-scale", "not-e4m3fn", "nan-in-input"),
+        operators=("quantize_fp8",),
+        since="0.1.0",
+        symptoms=("quantise twice", "integer tensor", "empty tensor", "uint8 cache"),
+    ),
+    ErrorRecord(
+        id="quantize-scale",
+        exception=ContractError,
+        title="The scale given to quantize_fp8 cannot be used",
+        message="scale must be a finite positive number or float32 of shape {expected}, got {what}",
+        detail=(
+            "The input is divided by the scale; a scale of 0, a negative one or one of another"
+            " shape has no meaning."
+        ),
+        fix=(
+            "leave the scale out, so that it is computed from the data, or pass a positive one of"
+            " shape {expected}."
+        ),
+        yours="Your scale is {what}.",
+        meaning=(
+            "A scale is passed to quantise with a calibrated value rather than with the data's own"
+            " largest magnitude. Values that exceed 448 after the division are clamped to 448."
+        ),
+        trigger=(
+            "`scale` is given and is neither a finite number above 0 nor a float32 tensor of the"
+            " right shape"
+        ),
+        situations=(
+            "amax / 448 of an all-zero calibration batch is 0.",
+            (
+                "The reciprocal scale was passed: this library multiplies by the scale to get real"
+                " values back."
+            ),
+            (
+                "A scale per head or per block of columns was passed for a quantisation per tensor"
+                " or per token."
+            ),
+        ),
+        solutions=(
+            Solution("Let it be computed.", "x_fp8, scale = quantize_fp8(x)"),
+            Solution("Guard the calibration.", "scale = max(amax, 1e-12) / 448"),
+        ),
+        before=_QUANTIZE + "x, scale = quantize_fp8(torch.randn(4, 576), scale=0.0)\n",
+        after=_QUANTIZE + "x, scale = quantize_fp8(torch.randn(4, 576), scale=0.01)\n",
+        related=("quantize-input", "scale-not-positive-number", "scale-data-invalid"),
+        operators=("quantize_fp8",),
+        since="0.1.0",
+        symptoms=("amax 0", "reciprocal scale", "calibration", "inverse scale"),
+    ),
+    ErrorRecord(
+        id="merge-shapes",
+        exception=ContractError,
+        title="Partial results that do not belong together",
+        message="{name} must be {expected}, got {got}",
+        detail=(
+            "Merging weighs each part's out by its lse, token by token and head by head, so all"
+            " parts need the same tokens and heads."
+        ),
+        fix=(
+            "pass parts of the same queries, each out (s_q, h_q, d_v) with its lse (s_q, h_q) in"
+            " float32."
+        ),
+        yours="Your {name} is {got}; it must be {expected}.",
+        meaning=(
+            "The parts are attention of the same queries over disjoint pieces of the cache. Their"
+            " lse must be the natural logarithm, without the sink; a part with a non-finite lse"
+            " counts as empty."
+        ),
+        trigger=(
+            "the parts are no tensors, differ in shape or device, or an lse is not float32 with the"
+            " shape of its out without the last dimension"
+        ),
+        situations=(
+            "lse is heads-first, (h_q, s_q), as FlashAttention returns it.",
+            "The number of outs and of lses differ.",
+            "Context parallelism gathered out over all ranks and lse over none.",
+            (
+                "Parts of different chunks, hence of different queries, were passed; those are"
+                " concatenated, not merged."
+            ),
+        ),
+        solutions=(
+            Solution("Transpose a heads-first lse.", "lse = lse.transpose(0, 1).contiguous()"),
+            Solution("Gather both.", "outs, lses = all_gather(out), all_gather(lse)"),
+        ),
+        before=_MERGE
+        + "lses = torch.randn(2, 16, 4)\nout, lse = merge_attention_states(outs, lses)\n",
+        after=_MERGE
+        + "lses = torch.randn(2, 16, 4).transpose(1, 2)\nout, lse = merge_attention_states(outs,"
+        " lses)\n",
+        related=("output-invalid",),
+        operators=("merge_attention_states",),
+        since="0.1.0",
+        symptoms=("split-KV", "context parallel", "lse transposed", "merge_state", "log2 lse"),
+    ),
+)
