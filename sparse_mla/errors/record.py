@@ -130,7 +130,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def visible(text: str) -> str:
-    """``text`` cut to length, control and direction characters escaped but for line feed and tab."""
+    """``text`` cut to length; control and direction characters escaped, not line feed and tab."""
     if len(text) > _LONGEST_VALUE:
         text = f"{text[:_LONGEST_VALUE]} ... ({len(text)} characters)"
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

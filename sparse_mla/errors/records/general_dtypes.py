@@ -41,7 +41,7 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("float64", "double", "fnuz", "e5m2", "uint8", "int8"),
-    ),,
+    ),
     ErrorRecord(
         id="kv-dtype-unsupported",
         exception=ContractError,
@@ -85,7 +85,7 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("uint8 cache", "fnuz", "e5m2", "kv_cache_dtype", "packed cache"),
-    ),,
+    ),
     ErrorRecord(
         id="unquantised-kv-with-fp8-q",
         exception=ContractError,
@@ -135,7 +135,7 @@ RECORDS = (
             r"(?:query|q) and (?:key|kv|k_cache|kv cache) must have the same d(?:ata )?type",
             r"fp8 kv[_ ]cache (?:is )?not supported with",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="no-backward",
         exception=ContractError,
@@ -191,5 +191,5 @@ RECORDS = (
             r"derivative for .{0,80} is not implemented",
             r"does not (?:support|implement) (?:the )?backward",
         ),
-    ),,
+    ),
 )

@@ -50,7 +50,7 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("GQA", "paged cache", "block table", "page_size", "batch dimension"),
-    ),,
+    ),
     ErrorRecord(
         id="indices-shape-general",
         exception=ContractError,
@@ -99,7 +99,7 @@ RECORDS = (
             "empty selection",
             "topk 0",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="last-dim-not-dense",
         exception=ContractError,
@@ -137,7 +137,7 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("transpose", "stride", "non-contiguous", "mT", "step slice"),
-    ),,
+    ),
     ErrorRecord(
         id="d-qk-unsupported-general",
         exception=ContractError,
@@ -184,7 +184,7 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("192", "656", "584", "kv_lora_rank", "absorb", "small test model"),
-    ),,
+    ),
     ErrorRecord(
         id="no-heads",
         exception=ContractError,
@@ -224,5 +224,5 @@ RECORDS = (
         operators=(GENERAL,),
         since="0.1.0",
         symptoms=("empty slice", "tensor parallel", "zero heads", "too many ranks"),
-    ),,
+    ),
 )

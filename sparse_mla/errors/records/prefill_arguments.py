@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import ContractError, ErrorRecord, Solution
-from ._programs import GENERAL, STRICT, general, strict
+from ._programs import GENERAL, STRICT, strict
 
 RECORDS = (
     ErrorRecord(
@@ -67,7 +67,7 @@ RECORDS = (
             r"topk_length\S* (?:must|should) (?:be|have)\b",
             r"topk_length\.(?:dtype|scalar_type|size|shape)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="attn-sink-invalid",
         exception=ContractError,
@@ -112,7 +112,7 @@ RECORDS = (
             r"(?:attn_)?sinks?\S* (?:must|should) (?:be|have)\b",
             r"(?:attn_)?sinks?\.(?:dtype|scalar_type|size|shape)\b",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="scale-invalid",
         exception=ContractError,
@@ -195,7 +195,7 @@ RECORDS = (
             ),
             r"(?P<name>[qk]v?_?(?:de)?scale\w*) is (?:required|None|missing)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="sm-scale-invalid",
         exception=ContractError,
@@ -243,5 +243,5 @@ RECORDS = (
         since="0.1.0",
         symptoms=("softmax_scale", "1/sqrt(576)", "yarn mscale", "logits too large", "scale None"),
         foreign=(r"(?:sm|softmax)_scale\S* (?:must|should) be\b",),
-    ),,
+    ),
 )

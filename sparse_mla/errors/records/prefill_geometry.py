@@ -70,7 +70,7 @@ RECORDS = (
             r"[Kk]_?[Nn]ope.*dim.*mismatch",
             r"head_dim(?:ension)? of q(?:uery)? .*(?:must|should) (?:match|equal) .*k",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="h-q-not-multiple-of-64",
         exception=ContractError,
@@ -157,7 +157,7 @@ RECORDS = (
             ),
             r"[Uu]nsupported (?:h_q|num_heads|number of (?:query )?heads)\D{0,20}(?P<h_q>\d+)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="h-kv-not-one",
         exception=ContractError,
@@ -231,7 +231,7 @@ RECORDS = (
             ),
             r"MLA (?:requires|only supports|supports only) (?:a single|one|1) (?:kv|KV) head",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="d-qk-unsupported",
         exception=ContractError,
@@ -295,7 +295,7 @@ RECORDS = (
             ),
             r"(?:[Uu]nsupported|[Ii]nvalid) (?:d_qk|head_?(?:dim|size))\D{0,20}(?P<d_qk>\d+)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="d-v-unsupported",
         exception=ContractError,
@@ -346,5 +346,5 @@ RECORDS = (
                 r" (?P<d_v>\d+))?"
             ),
         ),
-    ),,
+    ),
 )

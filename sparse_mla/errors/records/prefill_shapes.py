@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import ContractError, ErrorRecord, Solution
-from ._programs import GENERAL, STRICT, general, strict
+from ._programs import GENERAL, STRICT, strict
 
 RECORDS = (
     ErrorRecord(
@@ -71,7 +71,7 @@ RECORDS = (
             r"must be a CUDA tensor",
             r"'NoneType' object has no attribute '(?:shape|dtype|stride|is_contiguous)'",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="q-ndim",
         exception=ContractError,
@@ -116,7 +116,7 @@ RECORDS = (
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=("batch dimension", "4-D query", "bshd", "varlen", "packed sequences"),
-    ),,
+    ),
     ErrorRecord(
         id="kv-ndim",
         exception=ContractError,
@@ -169,7 +169,7 @@ RECORDS = (
         operators=(STRICT,),
         since="0.1.0",
         symptoms=("paged cache", "page_size", "block table", "4-D kv cache", "flat cache"),
-    ),,
+    ),
     ErrorRecord(
         id="indices-ndim",
         exception=ContractError,
@@ -210,7 +210,7 @@ RECORDS = (
         operators=(STRICT,),
         since="0.1.0",
         symptoms=("indexer output", "topk_indices", "2-D indices", "unsqueeze"),
-    ),,
+    ),
     ErrorRecord(
         id="indices-shape",
         exception=ContractError,
@@ -254,7 +254,9 @@ RECORDS = (
             "indices-ndim",
             "topk-length-invalid",
             "topk-not-multiple-of-128",
-            "indices-shape-general", "index-out-of-range"),
+            "indices-shape-general",
+            "index-out-of-range",
+        ),
         operators=(STRICT,),
         since="0.1.0",
         symptoms=(
@@ -269,7 +271,7 @@ RECORDS = (
             r"(?:topk_)?indices\.(?:shape|size)(?:\(0\)|\[0\])\s*==\s*(?:q\.|s_q|num_tokens)",
             r"index rows and (?:offset|query) rows differ",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="topk-not-multiple-of-128",
         exception=ContractError,
@@ -340,5 +342,5 @@ RECORDS = (
             ),
             r"[Uu]nsupported topk\D{0,20}(?P<topk>\d+)",
         ),
-    ),,
+    ),
 )

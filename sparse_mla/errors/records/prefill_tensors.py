@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..record import ContractError, ErrorRecord, Solution
-from ._programs import GENERAL, STRICT, general, strict
+from ._programs import GENERAL, STRICT, strict
 
 RECORDS = (
     ErrorRecord(
@@ -62,7 +62,7 @@ RECORDS = (
             r"(?P<name>\w+)\.(?:is_cuda|device\(\)\.is_cuda\(\))",
             r"(?P<name>\w+) must be on (?:CUDA|GPU)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="not-e4m3fn",
         exception=ContractError,
@@ -153,7 +153,7 @@ RECORDS = (
                 r" (?P<dtype>(?:torch\.)?(?:uint8|float8_e5m2|Float8_e5m2))"
             ),
         ),
-    ),,
+    ),
     ErrorRecord(
         id="not-contiguous",
         exception=ContractError,
@@ -222,7 +222,7 @@ RECORDS = (
             r"(?P<name>\w+)\.stride\(-1\)\s*==\s*1",
             r"(?P<name>\w+) must have contiguous last dimension",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="indices-not-int32",
         exception=ContractError,
@@ -266,7 +266,7 @@ RECORDS = (
             r"[Ee]xpected (?:scalar type )?Int but (?:found|got) Long",
             r"indices\.(?:dtype|scalar_type)\(?\)? == (?:torch::kInt32|torch\.int32)",
         ),
-    ),,
+    ),
     ErrorRecord(
         id="output-invalid",
         exception=ContractError,
@@ -315,7 +315,7 @@ RECORDS = (
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=("preallocated output", "out=", "fp16 output", "lse transposed", "buffer reuse"),
-    ),,
+    ),
     ErrorRecord(
         id="outputs-overlap",
         exception=ContractError,
@@ -369,5 +369,5 @@ RECORDS = (
                 r" tensor refer to a single memory location"
             ),
         ),
-    ),,
+    ),
 )
