@@ -48,7 +48,8 @@ class Variant:
     source: str  # path under root, "sm90/prefill.cu"
     entry: str  # name of an extern "C" __global__ function
     defines: Mapping[str, int | str] = field(default_factory=dict)
-    options: tuple[str, ...] = ()  # further NVRTC options
+    # Further NVRTC options, but none that reads files: the cache's key would not see them.
+    options: tuple[str, ...] = ()
     root: Path = KERNELS
 
 
@@ -101,7 +102,7 @@ def compile_variant(variant: Variant, arch: str = DEFAULT_ARCH) -> Compiled:
         cubin, log, ran = _compile(variant, arch, sources, options)
         # Another NVRTC than the installed package's was loaded first: its work does not belong
         # under this key.
-        if f"nvrtc {ran}" in compiler:
+        if f"nvrtc {ran}." in compiler:
             jit_cache.write(key, cubin, log)
     else:
         cubin, log = entry

@@ -54,28 +54,32 @@ class _UntrustedError(Exception):
 _said: set[tuple[str, str]] = set()
 
 
-def directory() -> Path:
+def directory() -> Path | None:
     """Where cubins are kept: ``SPARSE_MLA_CACHE_DIR``, else ``sparse-mla`` in the user's cache
-    directory.
+    directory; None for a user without a home.
     """
     chosen = os.environ.get("SPARSE_MLA_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     base = os.environ.get("XDG_CACHE_HOME")
     # The XDG specification: a relative path is to be ignored.
     if base and os.path.isabs(base):
         return Path(base) / "sparse-mla"
-    return Path(os.path.expanduser("~")) / ".cache" / "sparse-mla"
+    home = os.path.expanduser("~")
+    return Path(home) / ".cache" / "sparse-mla" if os.path.isabs(home) else None
 
 
 def read(key: str) -> tuple[bytes, str] | None:
     """The cubin and the compiler's log stored under ``key``, or None when it has to be compiled."""
-    path = directory() / f"{key}.cubin"
+    path = directory()
+    if path is None:
+        return None
+    name = f"{key}.cubin"
     try:
-        with _opened(path.parent) as folder:
-            data = _read_file(path.name, folder)
+        with _opened(path) as folder:
+            data = _read_file(name, folder)
     except _UntrustedError as refusal:
-        _say(error("cache-untrusted", path=directory(), reason=refusal))
+        _say(error("cache-untrusted", path=path, reason=refusal))
         return None
     except OSError:
         # Not there, unreadable, or stale on a network file system: compile; `write` says what is
@@ -83,7 +87,7 @@ def read(key: str) -> tuple[bytes, str] | None:
         return None
     entry = _decode(key, data)
     if entry is None:
-        _say(error("cache-corrupt", path=path, bytes=len(data)))
+        _say(error("cache-corrupt", path=path / name, bytes=len(data)))
     return entry
 
 
@@ -93,6 +97,8 @@ def write(key: str, cubin: bytes, log: str) -> None:
     """
     path = directory()
     try:
+        if path is None:
+            raise FileNotFoundError("this user has no home directory")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _opened(path) as folder:
             _remove_stale(folder)
@@ -101,7 +107,8 @@ def write(key: str, cubin: bytes, log: str) -> None:
         # `read` has said it.
         return
     except OSError as failure:
-        _say(error("cache-unwritable", path=path, reason=failure.strerror or str(failure)))
+        where = path or "~/.cache/sparse-mla"
+        _say(error("cache-unwritable", path=where, reason=failure.strerror or str(failure)))
 
 
 def _encode(key: str, cubin: bytes, log: str) -> bytes:

@@ -101,33 +101,35 @@ class Kernel:
 
     def _load(self, entry: str, cubin: bytes) -> None:
         library = self._library
-        device, context, module, function, static = (
-            c_int(),
-            c_void_p(),
-            c_void_p(),
-            c_void_p(),
-            c_int(),
-        )
-        check(library, library.cuDeviceGet(byref(device), self.device_index))
-        major = device_attribute(library, device.value, DEVICE_CAPABILITY_MAJOR)
-        self.capability = (
-            f"{major}.{device_attribute(library, device.value, DEVICE_CAPABILITY_MINOR)}"
-        )
-        # The context that torch uses too. Kept for the life of the process, as the kernel is.
-        check(library, library.cuDevicePrimaryCtxRetain(byref(context), device))
-        with pushed(library, context), relaxed_capture(library):
-            check(library, library.cuModuleLoadData(byref(module), cubin))
-            check(library, library.cuModuleGetFunction(byref(function), module, entry.encode()))
-            check(
-                library, library.cuFuncGetAttribute(byref(static), FUNCTION_STATIC_SHARED, function)
+        done = functools.partial(check, library)
+        device, context, module, function = c_int(), c_void_p(), c_void_p(), c_void_p()
+        static = c_int()
+        done(library.cuDeviceGet(byref(device), self.device_index))
+        major, minor, self.multiprocessors, most_shared = (
+            device_attribute(library, device.value, attribute)
+            for attribute in (
+                DEVICE_CAPABILITY_MAJOR,
+                DEVICE_CAPABILITY_MINOR,
+                DEVICE_MULTIPROCESSORS,
+                DEVICE_MAX_SHARED_OPTIN,
             )
+        )
+        self.capability = f"{major}.{minor}"
+        # The context that torch uses too. Kept for the life of the process, as the kernel is.
+        done(library.cuDevicePrimaryCtxRetain(byref(context), device))
+        with pushed(library, context), relaxed_capture(library):
+            done(library.cuModuleLoadData(byref(module), cubin))
+            done(library.cuModuleGetFunction(byref(function), module, entry.encode()))
+            done(library.cuFuncGetAttribute(byref(static), FUNCTION_STATIC_SHARED, function))
             # Per function and per device: allow all the shared memory that a launch may ask for.
-            most = device_attribute(library, device.value, DEVICE_MAX_SHARED_OPTIN) - static.value
-            check(library, library.cuFuncSetAttribute(function, FUNCTION_MAX_DYNAMIC_SHARED, most))
+            self.max_dynamic_smem = most_shared - static.value
+            done(
+                library.cuFuncSetAttribute(
+                    function, FUNCTION_MAX_DYNAMIC_SHARED, self.max_dynamic_smem
+                )
+            )
         self._function = function
         self._context = context.value
-        self.max_dynamic_smem = most
-        self.multiprocessors = device_attribute(library, device.value, DEVICE_MULTIPROCESSORS)
 
     def launch(
         self,
@@ -144,39 +146,30 @@ class Kernel:
         kernel's device (torch's ``stream.cuda_stream``). Neither waits nor changes the thread's
         current device. Raises ``kernel-launch-failed``.
         """
+        launch = (
+            self._function,
+            *grid,
+            *block,
+            smem,
+            c_void_p(stream_ptr),
+            byref(c_void_p(params_address)),
+            None,
+        )
         current = c_void_p()
         self._current(byref(current))
         if current.value == self._context:
-            status = self._launch(
-                self._function,
-                *grid,
-                *block,
-                smem,
-                c_void_p(stream_ptr),
-                byref(c_void_p(params_address)),
-                None,
-            )
+            status = self._launch(*launch)
         else:
             # Another device is current, or this thread has used none yet.
-            with pushed(self._library, c_void_p(self._context)):
-                status = self._launch(
-                    self._function,
-                    *grid,
-                    *block,
-                    smem,
-                    c_void_p(stream_ptr),
-                    byref(c_void_p(params_address)),
-                    None,
-                )
+            status = self._library.cuCtxPushCurrent_v2(c_void_p(self._context))
+            if status == 0:
+                status = self._launch(*launch)
+                self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
         if status != 0:
             reason = describe(self._library, status)
+            where = self._where()
             raise error(
-                "kernel-launch-failed",
-                **self._where(),
-                reason=reason,
-                grid=grid,
-                block=block,
-                smem=smem,
+                "kernel-launch-failed", **where, reason=reason, grid=grid, block=block, smem=smem
             )
 
     def _where(self) -> dict[str, Any]:

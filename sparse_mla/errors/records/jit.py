@@ -54,8 +54,7 @@ RECORDS: tuple[ErrorRecord, ...] = (
         meaning=(
             "The Hopper kernels are shipped as CUDA C++ and compiled once on the user's "
             "machine by NVRTC, which is reached through the package cuda-bindings. The "
-            "package or the library libnvrtc behind it could not be loaded. A kernel that is "
-            "already in the cache loads without NVRTC."
+            "package or the library libnvrtc behind it could not be loaded."
         ),
         trigger=(
             "cuda.bindings.nvrtc cannot be imported, or libnvrtc is not found, when a kernel "
