@@ -5,7 +5,21 @@ from __future__ import annotations
 from ..record import BackendError, ErrorRecord, Solution
 from ._programs import GENERAL, STRICT, general
 
-_META = ('q, kv, indices = q.to("meta"), kv.to("meta"), indices.to("meta")',)
+# The public operators infer shapes for meta tensors; below them, meta is a device without a backend.
+_PROBLEM = """\
+import torch
+from sparse_mla import dispatch
+from sparse_mla.checks import check_prefill
+
+q = torch.randn(4, 16, 576).to(torch.float8_e4m3fn)
+kv = torch.randn(300, 576).to(torch.float8_e4m3fn)
+indices = torch.randint(0, 300, (4, 100), dtype=torch.int32)
+device = "{device}"
+problem = check_prefill(
+    q.to(device), kv.to(device), indices.to(device), q_scale=1.0, kv_scale=1.0
+)
+dispatch.run(problem, backend="{backend}")
+"""
 
 RECORDS = (
     ErrorRecord(
@@ -91,8 +105,8 @@ RECORDS = (
             ),
             Solution("See what each backend says on this machine.", "sparse-mla doctor"),
         ),
-        before=general(*_META, more='kv_scale=1.0, backend="cpu"'),
-        after=general(more='kv_scale=1.0, backend="cpu"'),
+        before=_PROBLEM.format(device="meta", backend="cpu"),
+        after=_PROBLEM.format(device="cpu", backend="cpu"),
         related=("backend-unknown", "no-backend", "slow-backend", "kernel-load-failed"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
@@ -148,8 +162,8 @@ RECORDS = (
             ),
             Solution("See what each backend says on this machine.", "sparse-mla doctor"),
         ),
-        before=general(*_META),
-        after=general(),
+        before=_PROBLEM.format(device="meta", backend="auto"),
+        after=_PROBLEM.format(device="cpu", backend="auto"),
         related=("backend-unknown", "backend-refused", "device-mismatch", "slow-backend"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
