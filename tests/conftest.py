@@ -1,4 +1,4 @@
-"""What every test gets: a clean environment, reproducible properties, and a reason where a GPU is missing."""
+"""What every test gets: a clean environment, reproducible properties, a reason for skipping."""
 
 from __future__ import annotations
 
