@@ -9,16 +9,20 @@ These run at every call, which is why attributes are read once and nothing is bu
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from . import violations as find
 from .errors import SparseMLAError, error
-from .params import D_QK_SUPPORTED, D_V, PrefillProblem
+from .params import D_QK_SUPPORTED, D_V, PrefillProblem, prefill_problem
 from .violations import E4M3, UNQUANTISED, Violations
 
 _Tensor = torch.Tensor
+_FLOAT32 = torch.float32
+_INT32 = torch.int32
+_INF = math.inf
 
 
 def require(found: Violations) -> None:
@@ -40,20 +44,21 @@ def check_q8kv8(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
     compare_memory: bool = True,
 ) -> PrefillProblem:
     """The problem of ``sparse_mla_q8kv8_prefill_fwd``, outputs allocated; raises the first violation."""
-    require(
-        q8kv8_violations(
-            q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
-            out, max_logits, lse, compare_memory,
-        )
-    )  # fmt: skip
+    for violation in q8kv8_violations(
+        q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
+        out, max_logits, lse, compare_memory=compare_memory,
+    ):  # fmt: skip
+        raise violation
     s_q, h_q, d_qk = q.shape
     out, max_logits, lse = allocate_outputs(q, s_q, h_q, out, max_logits, lse)
-    return PrefillProblem(
+    return prefill_problem(
         q, kv, indices, float(sm_scale), q_scale, kv_scale, attn_sink, topk_length,
-        out, max_logits, lse, s_q, kv.shape[0], h_q, d_qk, indices.shape[2],
+        out, max_logits, lse,
+        s_q, kv.shape[0], h_q, d_qk, indices.shape[2],
     )  # fmt: skip
 
 
@@ -70,6 +75,7 @@ def q8kv8_violations(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
     compare_memory: bool = True,
 ) -> Violations:
     """Everything wrong with a call of the strict operator, in the contract's order.
@@ -88,16 +94,20 @@ def q8kv8_violations(
         yield error("d-v-unsupported", d_v=find.plain(d_v))
     if attn_sink is not None:
         yield from find.attn_sink(attn_sink, device, h_q)
-    if not find.is_one_float32(q_scale, device):
-        yield find.scale_invalid("q_scale", q_scale, device)
-    if not find.is_one_float32(kv_scale, device):
-        yield find.scale_invalid("kv_scale", kv_scale, device)
+    for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
+        if not (
+            isinstance(scale, _Tensor)
+            and scale.dtype is _FLOAT32
+            and scale.numel() == 1
+            and scale.device == device
+        ):
+            yield find.scale_invalid(name, scale, device)
     if out is not None or max_logits is not None or lse is not None:
         inputs = (q, kv, indices, q_scale, kv_scale, attn_sink, topk_length)
         yield from find.outputs(
             (out, max_logits, lse), device, s_q, h_q, inputs if compare_memory else None
         )
-    if type(sm_scale) is not float or not 0.0 < sm_scale < float("inf"):
+    if type(sm_scale) is not float or not 0.0 < sm_scale < _INF:
         yield from find.sm_scale(sm_scale)
 
 
@@ -145,7 +155,7 @@ def _q8kv8_main_tensors(
     if indices_3d and s_q is not None and h_kv is not None:
         if index_shape[0] != s_q or index_shape[1] != h_kv:
             yield error("indices-shape", s_q=s_q, h_kv=h_kv, shape=tuple(index_shape))
-    if indices.dtype is not torch.int32:
+    if indices.dtype is not _INT32:
         yield find.not_int32(indices)
     if indices_3d and (index_shape[2] == 0 or index_shape[2] % 128 != 0):
         yield error("topk-not-multiple-of-128", topk=index_shape[2])
@@ -167,24 +177,25 @@ def check_prefill(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
     compare_memory: bool = True,
 ) -> PrefillProblem:
     """The problem of ``sparse_mla_prefill``, outputs allocated; raises the first violation.
 
     Where q is of a float type and kv is FP8, q is still to be quantised: ``q_scale`` is what was given.
     """
-    require(
-        prefill_violations(
-            q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length,
-            out, max_logits, lse, compare_memory,
-        )
-    )  # fmt: skip
+    for violation in prefill_violations(
+        q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length,
+        out, max_logits, lse, compare_memory=compare_memory,
+    ):  # fmt: skip
+        raise violation
     s_q, h_q, d_qk = q.shape
     out, max_logits, lse = allocate_outputs(q, s_q, h_q, out, max_logits, lse)
-    return PrefillProblem(
+    return prefill_problem(
         q, kv, indices, d_qk**-0.5 if sm_scale is None else float(sm_scale),
         scale_tensor(q_scale, q), scale_tensor(kv_scale, q), attn_sink, topk_length,
-        out, max_logits, lse, s_q, kv.shape[0], h_q, d_qk, indices.shape[-1],
+        out, max_logits, lse,
+        s_q, kv.shape[0], h_q, d_qk, indices.shape[-1],
     )  # fmt: skip
 
 
@@ -200,6 +211,7 @@ def prefill_violations(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
     compare_memory: bool = True,
 ) -> Violations:
     """Everything wrong with a call of the general operator, in order; ``compare_memory`` as above."""
@@ -270,7 +282,7 @@ def _prefill_main_tensors(
         rows = _is_rows(index_shape) and index_shape[0] == s_q
         if not rows or index_shape[-1] == 0:
             yield error("indices-shape-general", s_q=s_q, shape=tuple(index_shape))
-    if indices.dtype is not torch.int32:
+    if indices.dtype is not _INT32:
         yield find.not_int32(indices)
 
 
@@ -294,7 +306,7 @@ def _prefill_scales(
         if isinstance(q_scale, _Tensor) and s_q is not None:
             shape = tuple(q_scale.shape)
             fits = q_scale.numel() == 1 or shape in ((s_q,), (s_q, h_q))
-            if q_scale.dtype is not torch.float32 or not fits:
+            if q_scale.dtype is not _FLOAT32 or not fits:
                 yield error("q-scale-shape", s_q=s_q, h_q=h_q, shape=shape, dtype=q_scale.dtype)
     elif q.dtype is E4M3:
         yield _scale_missing("q_scale", "q", q)
@@ -304,7 +316,7 @@ def _prefill_scales(
     yield from _scale_kind("kv_scale", kv_scale, device)
     if isinstance(kv_scale, _Tensor) and kv.ndim > 0:
         shape, s_kv = tuple(kv_scale.shape), kv.shape[0]
-        if kv_scale.dtype is not torch.float32 or (kv_scale.numel() != 1 and shape != (s_kv,)):
+        if kv_scale.dtype is not _FLOAT32 or (kv_scale.numel() != 1 and shape != (s_kv,)):
             yield error("kv-scale-shape", s_kv=s_kv, shape=shape, dtype=kv_scale.dtype)
 
 
@@ -324,7 +336,10 @@ def _scales_without_fp8(
     q: torch.Tensor, kv: torch.Tensor, q_scale: Any, kv_scale: Any
 ) -> Violations:
     """Scales beside a kv that has none: what they would multiply is not quantised."""
-    for name, scale, tensor, scaled in (("q_scale", q_scale, "q", q), ("kv_scale", kv_scale, "kv", kv)):
+    for name, scale, tensor, scaled in (
+        ("q_scale", q_scale, "q", q),
+        ("kv_scale", kv_scale, "kv", kv),
+    ):
         if scale is not None and scaled.dtype is not E4M3:
             yield error("scale-without-fp8", name=name, tensor=tensor, dtype=scaled.dtype)
 
@@ -339,11 +354,14 @@ def scale_tensor(scale: Any, q: torch.Tensor) -> torch.Tensor | None:
 def allocate_outputs(
     q: torch.Tensor, s_q: int, h_q: int, out: Any, max_logits: Any, lse: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The outputs, those that the caller left out freshly allocated."""
+    """The outputs, those that the caller left out freshly allocated.
+
+    Sizes as separate arguments and ``empty_like`` for the second array of a shape: each halves the price.
+    """
     if out is None:
-        out = torch.empty((s_q, h_q, D_V), dtype=torch.bfloat16, device=q.device)
+        out = torch.empty(s_q, h_q, D_V, dtype=torch.bfloat16, device=q.device)
     if max_logits is None:
-        max_logits = torch.empty((s_q, h_q), dtype=torch.float32, device=q.device)
+        max_logits = torch.empty(s_q, h_q, dtype=torch.float32, device=q.device)
     if lse is None:
-        lse = torch.empty_like(max_logits)  # half the price of a second torch.empty
+        lse = torch.empty_like(max_logits)
     return out, max_logits, lse

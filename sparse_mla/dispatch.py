@@ -93,7 +93,7 @@ def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
         return chosen
 
     names = order(problem.q.device.type)
-    first = load(names[0])
+    first = _loaded.get(names[0]) or load(names[0])
     reason = first.refusal(problem)
     if reason is None:
         return first
@@ -119,14 +119,14 @@ def run(problem: PrefillProblem, backend: str = "auto") -> str:
     No gradient is recorded. Without queries nothing is launched.
     """
     chosen = choose(problem, backend)
-    if problem.s_q != 0:
-        if torch.is_grad_enabled() and _requires_grad(problem):
-            with torch.no_grad():
-                chosen.run(problem)
-        else:
+    _thread.last = name = chosen.NAME
+    if problem.s_q == 0:
+        return name
+    if torch.is_grad_enabled() and _requires_grad(problem):
+        with torch.no_grad():
             chosen.run(problem)
-    name: str = chosen.NAME
-    _thread.last = name
+    else:
+        chosen.run(problem)
     return name
 
 

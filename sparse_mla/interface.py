@@ -78,7 +78,8 @@ def sparse_mla_q8kv8_prefill_fwd(
         )  # fmt: skip
     given = (q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length)
     if not torch.compiler.is_compiling():
-        checks.require(checks.q8kv8_violations(*given, out, max_logits, lse, False))
+        found = checks.q8kv8_violations(*given, out, max_logits, lse, compare_memory=False)
+        checks.require(found)
     if out is None and max_logits is None and lse is None:
         results: Outputs = _op.q8kv8_prefill(*given)
         return results
@@ -191,7 +192,8 @@ def sparse_mla_prefill(
         return results if return_stats else results[0]
     given = (q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length)
     if not torch.compiler.is_compiling():
-        checks.require(checks.prefill_violations(*given, out, max_logits, lse, False))
+        found = checks.prefill_violations(*given, out, max_logits, lse, compare_memory=False)
+        checks.require(found)
     q_scale, kv_scale = checks.scale_tensor(q_scale, q), checks.scale_tensor(kv_scale, q)
     given = (q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length)
     if out is None and max_logits is None and lse is None:

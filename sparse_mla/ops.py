@@ -23,13 +23,13 @@ from .violations import E4M3
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-_library = torch.library.Library("sparse_mla", "DEF")
+_library = torch.library.Library("sparse_mla", "DEF")  # type: ignore[no-untyped-call]
 
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     """Register ``sparse_mla::name``: one implementation for every device, one for fake tensors."""
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, run, "CompositeExplicitAutograd")
+    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"sparse_mla::{name}", fake, lib=_library)
 
 
@@ -54,7 +54,7 @@ def run_q8kv8(
             "kv_scale": kv_scale, "d_v": d_v, "attn_sink": attn_sink, "topk_length": topk_length,
         }  # fmt: skip
         outputs = {"out": out, "max_logits": max_logits, "lse": lse}
-        with _dumped("sparse_mla_q8kv8_prefill_fwd", arguments):
+        with _dumped("sparse_mla_q8kv8_prefill_fwd", arguments | outputs):
             return _run(_with_debug(check_q8kv8(**arguments, **outputs)))
     return _run(
         check_q8kv8(
@@ -85,7 +85,7 @@ def run_prefill(
             "kv_scale": kv_scale, "attn_sink": attn_sink, "topk_length": topk_length,
         }  # fmt: skip
         outputs = {"out": out, "max_logits": max_logits, "lse": lse}
-        with _dumped("sparse_mla_prefill", arguments):
+        with _dumped("sparse_mla_prefill", arguments | outputs):
             problem = _with_quantised_q(check_prefill(**arguments, **outputs))
             return _run(_with_debug(problem), backend)
     problem = check_prefill(

@@ -22,7 +22,20 @@ E4M3 = torch.float8_e4m3fn
 UNQUANTISED = (torch.bfloat16, torch.float16, torch.float32)
 _Tensor = torch.Tensor
 _NUMBERS = (Real, torch.SymFloat, torch.SymInt)
-_NAMES = ("out", "max_logits", "lse", "q", "kv", "indices", "q_scale", "kv_scale", "attn_sink", "topk_length")
+_NAMES = (
+    "out",
+    "max_logits",
+    "lse",
+    "q",
+    "kv",
+    "indices",
+    "q_scale",
+    "kv_scale",
+    "attn_sink",
+    "topk_length",
+)
+
+_OUTPUTS = _NAMES[:3]
 
 
 def not_a_tensor(name: str, value: Any) -> SparseMLAError:
@@ -102,18 +115,8 @@ def attn_sink(tensor: Any, device: torch.device, h_q: int | None) -> Violations:
         yield error("attn-sink-invalid", h_q=wanted, shape=shape, dtype=tensor.dtype)
 
 
-def is_one_float32(scale: Any, device: torch.device) -> bool:
-    """Whether a scale is what the strict operator's kernels read."""
-    return (
-        isinstance(scale, _Tensor)
-        and scale.dtype is torch.float32
-        and scale.numel() == 1
-        and scale.device == device
-    )
-
-
 def scale_invalid(name: str, scale: Any, device: torch.device) -> SparseMLAError:
-    """Any other scale in the strict operator."""
+    """A scale that is not what the strict operator's kernels read: one float32 beside q."""
     if isinstance(scale, _Tensor) and scale.device != device:
         what = f"{_short(scale.dtype)} tensor on {scale.device}"
     else:
@@ -169,28 +172,39 @@ def outputs(
 
 
 def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
-    """Two names, the first an output, whose tensors share a byte; the gaps of a strided input count as its own."""
+    """Two names, the first an output, whose tensors share a byte."""
     spans = [
-        (name, *_span(tensor))
+        (*_span(tensor), name)
         for name, tensor in zip(_NAMES, tensors, strict=True)
         if isinstance(tensor, _Tensor)
     ]
-    for i, (name, start, end) in enumerate(spans):
-        if name not in _NAMES[:3]:
-            break
-        for other, other_start, other_end in spans[i + 1 :]:
-            if start < other_end and other_start < end:
-                return name, other
+    spans.sort()
+    latest_end, latest = 0, ""
+    output_end, output = 0, ""  # the output that reaches furthest, and before it whatever does
+    for start, end, name in spans:
+        if start == end:
+            continue
+        if start < output_end:
+            return output, name
+        if name in _OUTPUTS:
+            if start < latest_end:
+                return name, latest
+            output_end, output = end, name
+        if end > latest_end:
+            latest_end, latest = end, name
     return None
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of a tensor and the one past its last; an empty tensor has none and overlaps nothing."""
+    """First byte and the one past the last, gaps between rows included; none for an empty tensor."""
+    size = tensor.element_size()
+    start = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return start, start + tensor.numel() * size
     if tensor.numel() == 0:
         return 0, 0
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * size
 
 
 def described(value: Any) -> str:
