@@ -82,8 +82,7 @@ class SparseMLAError(Exception):
     @property
     def url(self) -> str:
         """The page of this error in the published reference."""
-        base = os.environ.get("SPARSE_MLA_DOCS_URL", DOCS_URL).rstrip("/")
-        return f"{base}/errors/{self.record.id}/"
+        return url_of(self.record.id)
 
     def to_dict(self) -> dict[str, Any]:
         """The error as plain data that any JSON reader takes, for logs and dashboards."""
@@ -114,6 +113,12 @@ class SlowBackendWarning(UserWarning):
     """A call ran on a slower backend than the user may expect; the text is that of its record."""
 
     id = "slow-backend"
+
+
+def url_of(id: str) -> str:
+    """The page of record ``id`` in the published reference."""
+    base = os.environ.get("SPARSE_MLA_DOCS_URL", DOCS_URL).rstrip("/")
+    return f"{base}/errors/{id}/"
 
 
 class _Values(dict[str, str]):

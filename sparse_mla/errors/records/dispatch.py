@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..record import BackendError, ErrorRecord, Solution
 from ._programs import GENERAL, STRICT, general
 
-# The public operators infer shapes for meta tensors; below them, meta is a device without a backend.
+# The operators infer shapes for meta tensors; below them, meta is a device without a backend.
 _PROBLEM = """\
 import torch
 from sparse_mla import dispatch

@@ -97,7 +97,7 @@ RECORDS = (
         id="merge-shapes",
         exception=ContractError,
         title="Partial results that do not belong together",
-        message="{name} must be {expected}, got {got}",
+        message="merge_attention_states: {name} must be {expected}, got {got}",
         detail=(
             "Merging weighs each part's out by its lse, token by token and head by head, so all"
             " parts need the same tokens and heads."
