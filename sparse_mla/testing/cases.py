@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -81,12 +81,12 @@ def make_inputs(case: Case, seed: int = 0, device: torch.device | str = "cpu") -
 
 def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
     """The same inputs on ``device``."""
-    moved = {
-        name: value.to(device)
-        for name, value in vars(inputs).items()
-        if isinstance(value, torch.Tensor)
-    }
-    return replace(inputs, **moved)
+    return Inputs(
+        **{
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(inputs).items()
+        }
+    )
 
 
 def allocate_outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,9 +148,10 @@ def _stored(x: torch.Tensor, case: Case, per: str) -> tuple[torch.Tensor, torch.
     if case.logits in ("one-and-tail", "flat"):  # the values are exact in e4m3: keep them so
         stored, shape = x.to(case.dtype), _scale_shape(x, per)
         return stored, torch.ones(shape)
+    if not x.numel():
+        return x.to(case.dtype), torch.ones(_scale_shape(x, per))
     dims = tuple(range(x.ndim)) if per == "tensor" else tuple(range(_kept(x, per), x.ndim))
-    absmax = x.abs().amax(dim=dims, keepdim=True) if x.numel() else x.new_ones([1] * x.ndim)
-    scale = absmax / 448.0
+    scale = x.abs().amax(dim=dims, keepdim=True) / 448.0
     return (x / scale).clamp(-448, 448).to(case.dtype), scale.reshape(_scale_shape(x, per))
 
 
