@@ -226,9 +226,20 @@ def test_zero_rows_are_zero_and_empty_input_is_empty(layout: Layout):
 
 
 @pytest.mark.parametrize("layout", TILED)
-def test_a_tiny_tile_keeps_its_values(layout: Layout):
-    row = torch.full((1, layout.d_qk), 2.0**-110)
-    assert torch.equal(kv_cache.unpack(kv_cache.pack(row, layout), layout)[:, :64], row[:, :64])
+@pytest.mark.parametrize("exponent", [-110, -130])
+def test_a_tiny_tile_keeps_its_values(layout: Layout, exponent: int):
+    """A scale below float32's normal numbers has too few bits, and is 0 on some devices."""
+    row = torch.full((1, layout.d_qk), 1.625 * 2.0**exponent)
+    got = kv_cache.unpack(kv_cache.pack(row, layout), layout)[0, 0].item()
+    assert got == pytest.approx(row[0, 0].item(), rel=2**-22, abs=0)
+
+
+@pytest.mark.parametrize("value", [464.0, 465.0, 480.0, 1e6, float("inf")])
+def test_what_is_past_the_range_becomes_the_largest_number(value: float):
+    row = torch.full((1, 512), value)
+    row[0, 1::2] *= -1
+    back = kv_cache.unpack(kv_cache.pack(row, FLAT_512, 2.0**-3), FLAT_512, 2.0**-3)
+    assert back[0, :2].tolist() == [56.0, -56.0]
 
 
 # Faults met elsewhere.

@@ -151,8 +151,7 @@ def ue8m0_at_least(value: Tensor) -> Tensor:
     """
     mantissa, exponent = torch.frexp(value)  # value = mantissa * 2^exponent, 0.5 <= mantissa < 1
     exponent = exponent - (mantissa == 0.5).to(exponent.dtype)
-    code = (exponent + 127).clamp(1, 254)
-    return torch.where(value == 0, 127, code).to(torch.uint8)
+    return (exponent + 127).clamp(1, 254).to(torch.uint8)  # frexp(0) is (0, 0)
 
 
 def scale_of(amax: Tensor) -> Tensor:
@@ -169,7 +168,7 @@ def finite_amax(x: Tensor) -> Tensor:
 
 
 def to_e4m3(x: Tensor) -> Tensor:
-    """Round to float8_e4m3fn, nearest even; clamped first, as the cast makes NaN of 464 and up."""
+    """Round to float8_e4m3fn, nearest even. Clamped, as some casts make NaN of what is past 464."""
     return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
