@@ -16,7 +16,15 @@ from .record import ErrorRecord, fill, url_of
 from .records import RECORDS
 from .where import raised_at
 
-__all__ = ["Match", "explanation", "find", "record_dict", "search", "suggest"]
+__all__ = [
+    "Match",
+    "changed_lines",
+    "explanation",
+    "find",
+    "record_dict",
+    "search",
+    "suggest",
+]
 
 SCHEMA_VERSION = 1
 _LONGEST_QUERY = 2_000
@@ -72,6 +80,18 @@ def explanation(match: Match) -> dict[str, Any]:
         "fix": _filled(record.fix, values),
         "record": record_dict(record),
     }
+
+
+def changed_lines(before: str, after: str) -> tuple[set[int], set[int]]:
+    """The numbers, from 0, of the lines in which an example and its mended form differ."""
+    old, new = before.splitlines(), after.splitlines()
+    lost: set[int] = set()
+    gained: set[int] = set()
+    for tag, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if tag != "equal":
+            lost.update(range(i, j))
+            gained.update(range(k, m))
+    return lost, gained
 
 
 def record_dict(record: ErrorRecord) -> dict[str, Any]:

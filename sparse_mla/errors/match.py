@@ -1,14 +1,15 @@
 """From text that a user pastes to the record that explains it.
 
-The text may be an id, one message, a traceback or a log of many lines, with numbers of its own; ours or another
-project's. It is untrusted: cut to size, freed of control characters, and never a format string or a
-pattern itself.
+The text may be an id, one message, a traceback or a log of many lines, with numbers of its own;
+ours or another project's. It is untrusted: cut to size, freed of control characters, and never a
+format string or a pattern itself.
 """
 
 from __future__ import annotations
 
 import difflib
 import functools
+import itertools
 import re
 import string
 from collections.abc import Iterator
@@ -46,7 +47,7 @@ _PATTERNS = {
 _ANYTHING = r"[^\n]{1,400}?"
 
 _FOREIGN_SCORE = 22
-"""A pattern for another project's message beats a template with fewer literal characters than this."""
+"""Another project's pattern beats a template of ours with fewer literal characters than this."""
 _WHOLE_LINE = 100
 _HINTED = 1000
 _SIMILAR = 0.75
@@ -86,7 +87,7 @@ def find(text: str) -> list[Match]:
 
 
 def clean(text: str) -> str:
-    """``text`` cut to size, without escape sequences, control characters and frames around lines."""
+    """``text`` cut to size, without escape sequences, control characters and frames."""
     if len(text) > _HEAD + _TAIL:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
@@ -116,7 +117,7 @@ def _in_text(record: ErrorRecord, text: str) -> Iterator[Match]:
 
 
 def _last_line(template: _Template, text: str) -> tuple[dict[str, str], bool] | None:
-    """The values in the last line that the template matches, and whether it is the line's whole message."""
+    """The values in the last line that matches, and whether the message stands there by itself."""
     for line in _lines_with(template.anchor, text):
         found = template.pattern.search(line)
         if found is not None:
@@ -150,7 +151,11 @@ def _wrapped(template: _Template, text: str) -> tuple[dict[str, str], bool] | No
 
 def _foreign(record: ErrorRecord, text: str) -> dict[str, str] | None:
     """The values of another project's message, in the last lines of the text."""
-    for line in _last_lines(text):
+    if not record.foreign:
+        return None
+    lines = _last_lines(text)
+    pairs = [f"{first} {second}" for second, first in itertools.pairwise(lines)]
+    for line in (*lines, *pairs):
         for pattern in record.foreign:
             found = _compiled_foreign(pattern).search(line)
             if found is not None:
@@ -158,9 +163,10 @@ def _foreign(record: ErrorRecord, text: str) -> dict[str, str] | None:
     return None
 
 
-def _last_lines(text: str, most: int = 400) -> list[str]:
+@functools.lru_cache(maxsize=2)
+def _last_lines(text: str, most: int = 200) -> tuple[str, ...]:
     lines = text[-most * _LONGEST_LINE :].splitlines()[-most:]
-    return [line[:_LONGEST_LINE] for line in reversed(lines) if line and not line.isspace()]
+    return tuple(line[:500] for line in reversed(lines) if line and not line.isspace())
 
 
 def _with_detail(record: ErrorRecord, values: dict[str, str], text: str) -> dict[str, str]:
@@ -182,7 +188,7 @@ def _values(found: re.Match[str]) -> dict[str, str]:
 
 @functools.lru_cache(maxsize=512)
 def _compiled(template: str) -> _Template:
-    """A template as a pattern: literal text with any spacing, fields by the kind of value they hold."""
+    """A template as a pattern: its text with any spacing, its fields by the kind of value."""
     parts, literals, seen = [], [""], set()
     pieces = list(string.Formatter().parse(template))
     for number, (literal, field, _, _) in enumerate(pieces):
@@ -209,7 +215,7 @@ def _compiled_foreign(pattern: str) -> re.Pattern[str]:
 
 
 def _similar(text: str) -> Iterator[Match]:
-    """Records whose message is nearly a line of the text, as when a version words it a little differently."""
+    """Records whose message is nearly a line of the text, as when a version words it otherwise."""
     lines = [line for line in _last_lines(text, 60) if 20 <= len(line) <= 400]
     for record in RECORDS.values():
         plain = _without_fields(record.message)

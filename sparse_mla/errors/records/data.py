@@ -89,8 +89,8 @@ RECORDS = (
             "SPARSE_MLA_DEBUG",
         ),
         foreign=(
-            r"index(?:es|ing)? (?:\S+ )?(?:is |are )?out of (?:bounds|range)(?! for dimension)",
-            r"(?:vectorized_gather_kernel|IndexKernel|indexSelect\w*).{0,200}[Aa]ssert",
+            r"index(?:es|ing)? (?:\S{1,60} )?(?:is |are )?out of (?:bounds|range)(?! for dim)",
+            r"(?:vectorized_gather_kernel|IndexKernel|indexSelect\w{0,40}).{0,200}[Aa]ssert",
             r"an illegal memory access was encountered",
         ),
     ),
@@ -258,7 +258,7 @@ RECORDS = (
         foreign=(
             r"probability tensor contains either `?inf`?, `?nan`?",
             (
-                r"(?:[Nn]a[Nn]|non-finite)\w* (?:values? )?(?:detected|found|in (?:the"
+                r"(?:[Nn]a[Nn]|non-finite)\w{0,40} (?:values? )?(?:detected|found|in (?:the"
                 r" )?(?:logits|output|attention|q|kv))"
             ),
         ),

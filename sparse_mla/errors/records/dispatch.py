@@ -64,9 +64,9 @@ RECORDS = (
         foreign=(
             (
                 r"(?:[Uu]nknown|[Ii]nvalid|[Uu]nsupported) (?:attention |nsa |dsa )?backend:?"
-                r" ['\"]?(?P<backend>[\w.]+)"
+                r" ['\"]?(?P<backend>[\w.]{1,40})"
             ),
-            r"argument --(?:nsa|dsa|attention)[\w-]*backend: invalid choice: '(?P<backend>\w+)'",
+            r"--(?:nsa|dsa|attention)[\w-]{0,40}backend: invalid choice: '(?P<backend>\w{1,40})'",
         ),
     ),
     ErrorRecord(
@@ -123,10 +123,10 @@ RECORDS = (
             "B200",
         ),
         foreign=(
-            r"(?P<backend>FlashMLA\w*(?: Sparse)?) is only supported on (?P<reason>[^.\n]+)",
+            r"(?P<backend>FlashMLA[\w ]{0,40}) (?P<reason>is only supported on [^.\n]{1,200})",
             (
-                r"Selected backend (?:AttentionBackendEnum\.)?(?P<backend>\w+) is not valid for"
-                r" this configuration\. Reason: (?P<reason>.+)"
+                r"Selected backend (?:AttentionBackendEnum\.)?(?P<backend>\w{1,40}) is not valid"
+                r" for this configuration\. Reason: (?P<reason>.{1,200})"
             ),
             r"no kernel image is available for execution on the device",
             r"(?:requires?|only supports?) (?:SM|sm_?)90a?\b",
@@ -169,8 +169,8 @@ RECORDS = (
         since="0.1.0",
         symptoms=("mps", "xpu", "Apple", "Intel", "meta tensor", "no attention backend"),
         foreign=(
-            r"No valid attention backend found for (?P<device>\w+)",
-            r"[Cc]ould not run '\w+::\w+' with arguments from the '(?P<device>\w+)' backend",
+            r"No valid attention backend found for (?P<device>\w{1,40})",
+            r"[Cc]ould not run '[\w:]{1,80}' with arguments from the '(?P<device>\w{1,40})'",
         ),
     ),
     ErrorRecord(

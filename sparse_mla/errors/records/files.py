@@ -117,8 +117,8 @@ RECORDS = (
         symptoms=("truncated", "corrupt", "git lfs pointer", "torch.save", "pickle", ".pt file"),
         foreign=(
             r"(?:Safetensor|SafeTensor)s?Error",
-            r"Error while deserializing header: ?\w*(?P<reason>.*)",
-            r"(?:HeaderTooLarge|HeaderTooSmall|InvalidHeader\w*|MetadataIncompleteBuffer|InvalidOffset)",
+            r"Error while deserializing header: ?\w{0,40}(?P<reason>.{0,200})",
+            r"(?:HeaderTooLarge|HeaderTooSmall|InvalidHeader\w{0,40}|MetadataIncompleteBuffer|InvalidOffset)",
         ),
     ),
     ErrorRecord(

@@ -61,8 +61,8 @@ RECORDS = (
         symptoms=("k_scale None", "missing scale", "uncalibrated checkpoint", "default scale 1.0"),
         foreign=(
             (
-                r"(?P<name>k_scale|v_scale|kv_scale|q_scale|descale_\w+)\S* (?:is not None|must be"
-                r" (?:provided|specified|set)|is required)"
+                r"(?P<name>k_scale|v_scale|kv_scale|q_scale|descale_\w{1,40})\S{0,40}"
+                r" (?:is not None|must be (?:provided|specified|set)|is required)"
             ),
         ),
     ),
@@ -247,8 +247,8 @@ RECORDS = (
         symptoms=("zero scale", "negative scale", "NaN scale", "amax 0", "uncalibrated -1"),
         foreign=(
             (
-                r"(?P<name>\w*scale\w*) (?:must|should) be (?:strictly )?(?:positive|finite|greater"
-                r" than (?:0|zero)|> ?0)(?:.*?\bgot (?P<value>\S+))?"
+                r"(?P<name>\w{0,40}scale\w{0,40}) (?:must|should) be (?:strictly )?"
+                r"(?:positive|finite|greater than (?:0|zero)|> ?0)(?:.{0,80}?\bgot (?P<value>\S{1,60}))?"
             ),
         ),
     ),

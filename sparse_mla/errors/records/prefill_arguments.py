@@ -64,7 +64,7 @@ RECORDS = (
             "int64 lengths",
         ),
         foreign=(
-            r"topk_length\S* (?:must|should) (?:be|have)\b",
+            r"topk_length\S{0,40} (?:must|should) (?:be|have)\b",
             r"topk_length\.(?:dtype|scalar_type|size|shape)",
         ),
     ),
@@ -109,7 +109,7 @@ RECORDS = (
         since="0.1.0",
         symptoms=("attention sink", "sinks", "learned sink", "tensor parallel sink", "bf16 sink"),
         foreign=(
-            r"(?:attn_)?sinks?\S* (?:must|should) (?:be|have)\b",
+            r"(?:attn_)?sinks?\S{0,40} (?:must|should) (?:be|have)\b",
             r"(?:attn_)?sinks?\.(?:dtype|scalar_type|size|shape)\b",
         ),
     ),
@@ -190,10 +190,10 @@ RECORDS = (
         ),
         foreign=(
             (
-                r"(?P<name>[qk]v?_?(?:de)?scale\w*) (?:must|should) be (?:a"
+                r"(?P<name>[qk]v?_?(?:de)?scale\w{0,40}) (?:must|should) be (?:a"
                 r" )?(?:scalar|tensor|float32|fp32|on)"
             ),
-            r"(?P<name>[qk]v?_?(?:de)?scale\w*) is (?:required|None|missing)",
+            r"(?P<name>[qk]v?_?(?:de)?scale\w{0,40}) is (?:required|None|missing)",
         ),
     ),
     ErrorRecord(
@@ -242,6 +242,6 @@ RECORDS = (
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=("softmax_scale", "1/sqrt(576)", "yarn mscale", "logits too large", "scale None"),
-        foreign=(r"(?:sm|softmax)_scale\S* (?:must|should) be\b",),
+        foreign=(r"(?:sm|softmax)_scale\S{0,40} (?:must|should) be\b",),
     ),
 )

@@ -67,8 +67,8 @@ RECORDS = (
             "qk_rope_head_dim",
         ),
         foreign=(
-            r"[Kk]_?[Nn]ope.*dim.*mismatch",
-            r"head_dim(?:ension)? of q(?:uery)? .*(?:must|should) (?:match|equal) .*k",
+            r"[Kk]_?[Nn]ope.{0,200}dim.{0,200}mismatch",
+            r"head_dim(?:ension)? of q(?:uery)? .{0,200}(?:must|should) (?:match|equal) .{0,200}k",
         ),
     ),
     ErrorRecord(
@@ -148,12 +148,12 @@ RECORDS = (
         foreign=(
             (
                 r"[Uu]nsupported sparse-MLA prefill"
-                r" configuration:.*num_heads=(?!64\b|128\b)(?P<h_q>\d+)"
+                r" configuration:.{0,200}num_heads=(?!64\b|128\b)(?P<h_q>\d+)"
             ),
             r"h_q\s*%\s*(?:B_H|64|128)\s*==\s*0",
             (
                 r"(?:num_heads|num_q_heads|h_q|n_heads)\D{0,40}(?:multiple of|divisible by|padded"
-                r" to|must be) (?:64|128)\b(?:.*?\bgot (?P<h_q>\d+))?"
+                r" to|must be) (?:64|128)\b(?:.{0,80}?\bgot (?P<h_q>\d+))?"
             ),
             r"[Uu]nsupported (?:h_q|num_heads|number of (?:query )?heads)\D{0,20}(?P<h_q>\d+)",
         ),
@@ -227,7 +227,7 @@ RECORDS = (
             r"(?:params\.)?h_kv\s*==\s*1",
             (
                 r"(?:num_kv_heads|h_kv|number of (?:kv|KV) heads)\D{0,30}(?:must be|should"
-                r" be|requires?|==|expected) 1\b(?:.*?\bgot (?P<h_kv>\d+))?"
+                r" be|requires?|==|expected) 1\b(?:.{0,80}?\bgot (?P<h_kv>\d+))?"
             ),
             r"MLA (?:requires|only supports|supports only) (?:a single|one|1) (?:kv|KV) head",
         ),
@@ -291,7 +291,7 @@ RECORDS = (
             r"(?:params\.)?d_qk\s*==\s*(?:576|512)",
             (
                 r"(?:d_qk|head_?(?:dim|size)(?:_qk)?(?:_k)?)\D{0,30}(?:must be|should be|only"
-                r" supports?|supports only|expected) (?:576|512)\b(?:.*?\bgot (?P<d_qk>\d+))?"
+                r" supports?|supports only|expected) (?:576|512)\b(?:.{0,80}?\bgot (?P<d_qk>\d+))?"
             ),
             r"(?:[Uu]nsupported|[Ii]nvalid) (?:d_qk|head_?(?:dim|size))\D{0,20}(?P<d_qk>\d+)",
         ),
@@ -339,11 +339,11 @@ RECORDS = (
             r"(?:params\.)?d_v\s*==\s*512",
             (
                 r"(?:d_v|head_?(?:dim|size)_v|v_head_dim)\D{0,30}(?:must be|should be|only"
-                r" supports?|supports only|expected) 512\b(?:.*?\bgot (?P<d_v>\d+))?"
+                r" supports?|supports only|expected) 512\b(?:.{0,80}?\bgot (?P<d_v>\d+))?"
             ),
             (
-                r"[Oo]nly support\w* (?:d_v|head_?(?:dim|size)_v|v_head_dim)\s*==?\s*512(?:.*?\bgot"
-                r" (?P<d_v>\d+))?"
+                r"[Oo]nly support\w{0,40} (?:d_v|head_?(?:dim|size)_v|v_head_dim)\s*==?\s*512"
+                r"(?:.{0,80}?\bgot (?P<d_v>\d+))?"
             ),
         ),
     ),

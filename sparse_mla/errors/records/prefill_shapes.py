@@ -333,11 +333,11 @@ RECORDS = (
         foreign=(
             (
                 r"[Uu]nsupported sparse-MLA prefill"
-                r" configuration:.*num_heads=(?:64|128)\b.*topk=(?P<topk>\d+)"
+                r" configuration:.{0,200}num_heads=(?:64|128)\b.{0,200}topk=(?P<topk>\d+)"
             ),
             r"(?:params\.)?topk\s*%\s*(?:\(?2\s*\*\s*)?(?:B_TOPK|64|128)\)?\s*==\s*0",
             (
-                r"topk\D{0,40}(?:multiple of|divisible by|aligned to) (?:64|128)\b(?:.*?\bgot"
+                r"topk\D{0,40}(?:multiple of|divisible by|aligned to) (?:64|128)\b(?:.{0,80}?\bgot"
                 r" (?P<topk>\d+))?"
             ),
             r"[Uu]nsupported topk\D{0,20}(?P<topk>\d+)",

@@ -59,8 +59,8 @@ RECORDS = (
         foreign=(
             r"Expected all tensors to be on the same device, but (?:found|got)",
             r"(?P<name>topk_indices_offset|block_table|cache_seqlens) must be a CUDA tensor",
-            r"(?P<name>\w+)\.(?:is_cuda|device\(\)\.is_cuda\(\))",
-            r"(?P<name>\w+) must be on (?:CUDA|GPU)",
+            r"(?P<name>\w{1,40})\.(?:is_cuda|device\(\)\.is_cuda\(\))",
+            r"(?P<name>\w{1,40}) must be on (?:CUDA|GPU)",
         ),
     ),
     ErrorRecord(
@@ -144,8 +144,9 @@ RECORDS = (
         ),
         foreign=(
             (
-                r"(?P<name>q|kv|k_cache|kv_cache)\S* (?:must|should) (?:be|have dtype)"
-                r" (?:fp8|float8|torch\.float8|Float8)\w*(?:.*?\bgot (?P<dtype>[\w.]+))?"
+                r"(?P<name>q|kv|k_cache|kv_cache)\S{0,40} (?:must|should) (?:be|have dtype)"
+                r" (?:fp8|float8|torch\.float8|Float8)\w{0,40}"
+                r"(?:.{0,80}?\bgot (?P<dtype>[\w.]{1,40}))?"
             ),
             r"(?:float8|fp8|Float8)_e4m3fnuz",
             (
@@ -217,10 +218,10 @@ RECORDS = (
             "wrong numbers from a view",
         ),
         foreign=(
-            r"(?P<name>\w+)\.is_contiguous\(\)",
-            r"(?P<name>\w+) (?:tensor )?(?:is not|should be|has to be) contiguous",
-            r"(?P<name>\w+)\.stride\(-1\)\s*==\s*1",
-            r"(?P<name>\w+) must have contiguous last dimension",
+            r"(?P<name>\w{1,40})\.is_contiguous\(\)",
+            r"(?P<name>\w{1,40}) (?:tensor )?(?:is not|should be|has to be) contiguous",
+            r"(?P<name>\w{1,40})\.stride\(-1\)\s*==\s*1",
+            r"(?P<name>\w{1,40}) must have contiguous last dimension",
         ),
     ),
     ErrorRecord(
@@ -260,8 +261,8 @@ RECORDS = (
         symptoms=("int64", "long", "torch.topk", "argsort", "arange", "slot_mapping"),
         foreign=(
             (
-                r"(?:topk_)?indices\S* (?:must|should) (?:be|have dtype)(?: of type)?"
-                r" (?:torch\.)?int32(?:.*?\bgot (?P<dtype>[\w.]+))?"
+                r"(?:topk_)?indices\S{0,40} (?:must|should) (?:be|have dtype)(?: of type)?"
+                r" (?:torch\.)?int32(?:.{0,80}?\bgot (?P<dtype>[\w.]{1,40}))?"
             ),
             r"[Ee]xpected (?:scalar type )?Int but (?:found|got) Long",
             r"indices\.(?:dtype|scalar_type)\(?\)? == (?:torch::kInt32|torch\.int32)",
