@@ -79,11 +79,12 @@ class Call:
                 given[name] = (
                     self.tensors[name] if device is None else _moved(self.tensors[name], device)
                 )
+        place = device or getattr(given["q"], "device", "cpu")
         for name in RESULTS:
             buffer = self.arguments.get(name)
             if isinstance(buffer, Buffer):
                 given[name] = torch.empty_strided(
-                    buffer.shape, buffer.stride, dtype=buffer.dtype, device=device or "cpu"
+                    buffer.shape, buffer.stride, dtype=buffer.dtype, device=place
                 )
         return given
 
@@ -203,8 +204,8 @@ def load_call(path: str | os.PathLike[str], *, max_bytes: int = MAX_BYTES) -> Ca
             for wanted in INPUTS[:3]:
                 if wanted not in entries and wanted not in call.arguments:
                     raise error("file-tensor-missing", path=name, name=wanted)
-            for tensor_name, entry in entries.items():
-                tensor = container.tensor(file, start, entry)
+            for tensor_name in filter(entries.__contains__, (*INPUTS, *RESULTS)):
+                tensor = container.tensor(file, start, entries[tensor_name])
                 stride = strides.get(tensor_name)
                 call.tensors[tensor_name] = (
                     tensor if stride is None else _with_stride(tensor, stride)

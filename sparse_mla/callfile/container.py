@@ -102,9 +102,7 @@ def header(file: BufferedReader, size: int) -> tuple[dict[str, Entry], dict[str,
     position = 0
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.begin != position:
-            raise Malformed(
-                f"tensor {shown(name)} starts at byte {entry.begin}, not at {position}"
-            )
+            raise Malformed(f"tensor {shown(name)} starts at byte {entry.begin}, not at {position}")
         position = entry.end
     if 8 + length + position != size:
         raise Malformed(f"it has {size} bytes, its header declares {8 + length + position}")

@@ -1,0 +1,62 @@
+"""The command ``sparse-mla``: one file a command.
+
+``main`` is what the installed command runs. The commands import torch in their bodies, so that
+``--help`` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+
+def build() -> typer.Typer:
+    """The typer application with every command."""
+    import typer
+
+    from ..version import __version__
+    from .check import check
+    from .demo import demo
+    from .doctor import doctor
+    from .explain import explain
+    from .run import run
+
+    app = typer.Typer(
+        name="sparse-mla",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"sparse-mla {__version__}")
+            raise typer.Exit
+
+    @app.callback(epilog="Exit codes: 0 fine, 1 a fault was found, 2 usage or unreadable input.")
+    def command(
+        version: bool = typer.Option(
+            False, "--version", help="Show the version.", callback=show_version, is_eager=True
+        ),
+    ) -> None:
+        """FP8 sparse MLA attention for DeepSeek sparse attention models."""
+
+    for function in (demo, run, check, doctor, explain):
+        app.command(help=_help(function))(function)
+    return app
+
+
+def _help(command: Callable[..., None]) -> str:
+    """A command's docstring, its examples marked as lines that are not to be joined."""
+    return inspect.cleandoc(command.__doc__ or "").replace("\n\nExamples:", "\n\n\b\nExamples:")
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    build()()
