@@ -17,6 +17,7 @@ import hashlib
 import importlib
 import importlib.metadata
 import os
+import posixpath
 import re
 import threading
 from collections.abc import Mapping
@@ -33,6 +34,7 @@ DEFAULT_ARCH = "sm_90a"
 OPTIONS = ("--std=c++20", "--device-as-default-execution-space", "--ptxas-options=-v")
 NVRTC_DISTRIBUTIONS = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu12")
 LOG_LINES = 40
+_INCLUDE = re.compile(r'^(\s*#\s*include\s*")([^"]+)(")', re.MULTILINE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +42,7 @@ class Variant:
     """One kernel to compile. Declare each once: two are equal only when they are the same object,
     which keeps `load` cheap.
 
-    Sources write ``#include "sm90/name.cuh"``, the path under ``root``; every ``.cuh`` there can be
-    included and nothing else can.
+    A source includes headers by their path from the file they are included in, or from ``root``.
     """
 
     name: str  # for people: in messages and reports
@@ -227,12 +228,31 @@ def _entries(log: str) -> list[str]:
 
 
 def _sources(variant: Variant) -> dict[str, str]:
-    """The variant's source and every header it could include, by path under the root."""
-    paths = [variant.root / variant.source, *sorted(variant.root.rglob("*.cuh"))]
-    return {
-        path.relative_to(variant.root).as_posix(): path.read_text(encoding="utf-8")
-        for path in paths
-    }
+    """The variant's source and the headers it reaches, by path under the root.
+
+    NVRTC gets them as texts with names, and finds a header only by exactly its name. So an include,
+    which is relative to the file it stands in or to the root, is written out as the path under the
+    root.
+    """
+    texts: dict[str, str] = {}
+    pending = [variant.source]
+    while pending:
+        name = pending.pop()
+        if name not in texts:
+            text = (variant.root / name).read_text(encoding="utf-8")
+            texts[name] = _INCLUDE.sub(functools.partial(_rooted, variant.root, name), text)
+            pending += (found[2] for found in _INCLUDE.finditer(texts[name]))
+            pending = [name for name in pending if (variant.root / name).is_file()]
+    return texts
+
+
+def _rooted(root: Path, name: str, include: re.Match[str]) -> str:
+    for folder in (posixpath.dirname(name), ""):
+        path = posixpath.normpath(posixpath.join(folder, include[2]))
+        if (root / path).is_file():
+            return f"{include[1]}{path}{include[3]}"
+    # Left to NVRTC, which says where it stands.
+    return include[0]
 
 
 def _options(variant: Variant, arch: str) -> tuple[str, ...]:
