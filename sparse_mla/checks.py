@@ -1,10 +1,11 @@
 """Tensor metadata in, ``PrefillProblem`` or ``ContractError`` out.
 
-Each operator has one generator of violations, in the order of its contract. The operator raises the first;
-``sparse-mla check`` lists all, so a check that needs what an earlier one found missing is skipped. Nothing
-here reads data: no check waits for a GPU, and all of them run on fake tensors.
+Each operator has one generator of violations, in the order of its contract. The operator raises the
+first; ``sparse-mla check`` lists all, so a check that needs what an earlier one found missing is
+skipped. Nothing here reads data: no check waits for a GPU, and all of them run on fake tensors.
 
-These run at every call, which is why attributes are read once and nothing is built while all is well.
+These run at every call, which is why attributes are read once and nothing is built while all is
+well.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def check_q8kv8(
     *,
     compare_memory: bool = True,
 ) -> PrefillProblem:
-    """The problem of ``sparse_mla_q8kv8_prefill_fwd``, outputs allocated; raises the first violation."""
+    """The problem of the strict operator, outputs allocated; raises the first violation."""
     for violation in q8kv8_violations(
         q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
         out, max_logits, lse, compare_memory=compare_memory,
@@ -152,9 +153,8 @@ def _q8kv8_main_tensors(
     if d_qk is not None and d_qk not in D_QK_SUPPORTED:
         yield error("d-qk-unsupported", d_qk=d_qk)
     indices_3d = len(index_shape) == 3
-    if indices_3d and s_q is not None and h_kv is not None:
-        if index_shape[0] != s_q or index_shape[1] != h_kv:
-            yield error("indices-shape", s_q=s_q, h_kv=h_kv, shape=tuple(index_shape))
+    if indices_3d and s_q is not None and (index_shape[0] != s_q or index_shape[1] != 1):
+        yield error("indices-shape", s_q=s_q, h_kv=1, shape=tuple(index_shape))
     if indices.dtype is not _INT32:
         yield find.not_int32(indices)
     if indices_3d and (index_shape[2] == 0 or index_shape[2] % 128 != 0):
@@ -182,7 +182,8 @@ def check_prefill(
 ) -> PrefillProblem:
     """The problem of ``sparse_mla_prefill``, outputs allocated; raises the first violation.
 
-    Where q is of a float type and kv is FP8, q is still to be quantised: ``q_scale`` is what was given.
+    Where q is of a float type and kv is FP8, q is still to be quantised: ``q_scale`` is what was
+    given.
     """
     for violation in prefill_violations(
         q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length,
@@ -214,7 +215,7 @@ def prefill_violations(
     *,
     compare_memory: bool = True,
 ) -> Violations:
-    """Everything wrong with a call of the general operator, in order; ``compare_memory`` as above."""
+    """Everything wrong with a call of the general operator; ``compare_memory`` as above."""
     if not (isinstance(q, _Tensor) and isinstance(kv, _Tensor) and isinstance(indices, _Tensor)):
         yield from find.no_tensors(q=q, kv=kv, indices=indices)
         return
@@ -356,7 +357,8 @@ def allocate_outputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The outputs, those that the caller left out freshly allocated.
 
-    Sizes as separate arguments and ``empty_like`` for the second array of a shape: each halves the price.
+    Sizes as separate arguments and ``empty_like`` for the second array of a shape: each halves the
+    price.
     """
     if out is None:
         out = torch.empty(s_q, h_q, D_V, dtype=torch.bfloat16, device=q.device)

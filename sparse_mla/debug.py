@@ -1,8 +1,8 @@
 """Checks of the data, made only with ``SPARSE_MLA_DEBUG=1``.
 
-The operators mask a bad index or length and turn a bad scale into NaN, as looking at the data would make every
-call wait for the GPU. These checks do look, and name the first offender. Like the ones of metadata they come
-before anything is written.
+The operators mask a bad index or length and turn a bad scale into NaN, as looking at the data would
+make every call wait for the GPU. These checks do look, and name the first offender. Like the ones
+of metadata they come before anything is written.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _lengths(problem: PrefillProblem) -> Iterator[SparseMLAError]:
 
 
 def _indices(problem: PrefillProblem) -> Iterator[SparseMLAError]:
-    """-1 is padding, and a slot past the length may hold anything; every other index must name a row."""
+    """-1 is padding, and a slot past the length may hold anything; any other index names a row."""
     indices = problem.index_rows
     bad = _within_length(problem) & ((indices < -1) | (indices >= problem.s_kv))
     if not bool(bad.any()):
@@ -77,7 +77,7 @@ def _indices(problem: PrefillProblem) -> Iterator[SparseMLAError]:
 
 
 def _within_length(problem: PrefillProblem) -> torch.Tensor:
-    """bool [s_q, topk]: slots before their query's length."""
+    """Slots before their query's length, bool [s_q, topk]."""
     indices = problem.index_rows
     if problem.topk_length is None:
         return torch.ones_like(indices, dtype=torch.bool)

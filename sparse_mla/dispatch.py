@@ -1,8 +1,8 @@
 """Which backend runs a problem, and why each other one does not.
 
-A backend is a module of ``backends`` with ``NAME``, ``available() -> str | None`` (why it can run nothing
-on this machine), ``refusal(problem) -> str | None`` (why it cannot run this problem) and ``run(problem)``,
-which writes every element of the three outputs.
+A backend is a module of ``backends`` with ``NAME``, ``available() -> str | None`` (why it can run
+nothing on this machine), ``refusal(problem) -> str | None`` (why it cannot run this problem) and
+``run(problem)``, which writes every element of the three outputs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FASTEST_FIRST = {
 _ELSEWHERE = ("reference",)
 
 _MAX_WARNINGS = 64
-"""Reasons may hold shapes: past this many different warnings a process says no more, and remembers no more."""
+"""Reasons may hold shapes: a process remembers, and says, no more warnings than this."""
 
 
 class Backend(Protocol):
@@ -78,7 +78,7 @@ def order(device_type: str) -> tuple[str, ...]:
 
 
 def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
-    """The backend that runs ``problem``: the named one, else ``SPARSE_MLA_BACKEND``, else the fastest willing one.
+    """The named backend, else ``SPARSE_MLA_BACKEND``, else the fastest one that runs ``problem``.
 
     Raises:
         BackendError: ``backend-unknown``, ``backend-refused``, ``no-backend``.

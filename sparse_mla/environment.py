@@ -1,11 +1,12 @@
 """The environment variables this library reads, and a cheap way to read them at every call.
 
-    SPARSE_MLA_BACKEND   name of the backend that runs every call which does not name one itself
-    SPARSE_MLA_DEBUG     1: look into the data as well (index range, lengths, scales, NaN); waits for the GPU
-    SPARSE_MLA_DUMP      a directory: write the inputs of a call there before it runs (see ``callfile``)
+    SPARSE_MLA_BACKEND   the backend of every call that does not name one itself
+    SPARSE_MLA_DEBUG     1: look into the data as well (indices, lengths, scales, NaN); waits
+    SPARSE_MLA_DUMP      a directory: the inputs of a call go there before it runs (``callfile``)
 
-They are read at each call, so that setting one takes effect at once. ``os.environ.get`` of a variable that
-is not set costs 0.7 us, as it raises and catches twice; looking into its dictionary costs a twentieth of that.
+They are read at each call, so that setting one takes effect at once. ``os.environ.get`` of a
+variable that is not set costs 0.7 us, as it raises and catches twice; looking into its dictionary
+costs a twentieth of that.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _BACKEND = _encoded("SPARSE_MLA_BACKEND")
 
 
 def any_diagnostics() -> bool:
-    """Whether ``SPARSE_MLA_DUMP`` or ``SPARSE_MLA_DEBUG`` is in the environment, whatever its value."""
+    """Whether ``SPARSE_MLA_DUMP`` or ``SPARSE_MLA_DEBUG`` is set, whatever its value."""
     data = getattr(os.environ, "_data", None)
     if data is None:
         return any(name in os.environ for name in _WATCHED)

@@ -1,7 +1,8 @@
 """The public attention operators: what they compute, checked and dispatched.
 
-Plain tensors in eager mode go straight to the checks and the backend. Everything else (``torch.compile``, fake
-and meta tensors, tensor subclasses, tracing) goes through the custom ops of ``ops``.
+Plain tensors in eager mode go straight to the checks and the backend. Everything else
+(``torch.compile``, fake and meta tensors, tensor subclasses, tracing) goes through the custom ops
+of ``ops``.
 """
 
 from __future__ import annotations
@@ -36,15 +37,17 @@ def sparse_mla_q8kv8_prefill_fwd(
 ) -> Outputs:
     """FP8 sparse MLA prefill with SGLang's signature and contract.
 
-        logit[t,h,j] = sm_scale * q_scale * kv_scale * dot(q[t,h,:], kv[i,:])      i = indices[t,0,j]
+        i            = indices[t,0,j]
+        logit[t,h,j] = sm_scale * q_scale * kv_scale * dot(q[t,h,:], kv[i,:])
         p            = softmax over the valid slots j
         out[t,h,:]   = sum_j p[j] * kv_scale * kv[i,:512]
         max_logits   = max_j logit
         lse          = ln sum_j exp(logit)
 
-    Slot j of query t is valid when ``0 <= i < s_kv`` and ``j < topk_length[t]``; any other slot contributes
-    nothing, whatever it points to. A query without a valid slot gives out 0, max_logits -inf, lse +inf. A length
-    outside ``[0, topk]`` is clamped; a scale that is not finite and positive gives NaN.
+    Slot j of query t is valid when ``0 <= i < s_kv`` and ``j < topk_length[t]``; any other slot
+    contributes nothing, whatever it points to. A query without a valid slot gives out 0, max_logits
+    -inf, lse +inf. A length outside ``[0, topk]`` is clamped; a scale that is not finite and
+    positive gives NaN.
 
     Args:
         q: float8_e4m3fn [s_q, h_q, d_qk], contiguous; h_q a multiple of 64, d_qk 512 or 576.
@@ -54,22 +57,26 @@ def sparse_mla_q8kv8_prefill_fwd(
         q_scale: float32, one element, on q's device: real q = stored q * q_scale.
         kv_scale: likewise for kv. Both are read on the device.
         d_v: 512.
-        attn_sink: float32 [h_q], natural-log logits; adds exp(sink) to the denominator of ``out`` only.
+        attn_sink: float32 [h_q], natural-log logits; adds exp(sink) to the denominator of ``out``
+            only.
         topk_length: int32 [s_q].
         out: bfloat16 [s_q, h_q, 512] to write into, contiguous; allocated where left out.
         max_logits: float32 [s_q, h_q], likewise.
         lse: float32 [s_q, h_q], likewise.
 
     Returns:
-        ``(out, max_logits, lse)``; the statistics in natural units and natural log, the sink excluded. They
-        record no gradient.
+        ``(out, max_logits, lse)``; the statistics in natural units and natural log, the sink
+        excluded. They record no gradient.
 
     Raises:
-        ContractError: an argument breaks the contract; no output was written. Metadata alone decides it, so
-            nothing waits for the GPU; ``SPARSE_MLA_DEBUG=1`` checks the data as well.
-        BackendError: ``SPARSE_MLA_BACKEND`` names a backend that is unknown or refuses, or none runs here.
+        ContractError: an argument breaks the contract; no output was written. Metadata alone
+            decides it, so nothing waits for the GPU; ``SPARSE_MLA_DEBUG=1`` checks the data as
+            well.
+        BackendError: ``SPARSE_MLA_BACKEND`` names a backend that is unknown or refuses, or none
+            runs here.
 
-    The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent attention.
+    The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent
+    attention.
     """
     if _is_plain(q, kv, indices):
         return ops.run_q8kv8(
@@ -144,27 +151,32 @@ def sparse_mla_prefill(
 ) -> torch.Tensor | Outputs:
     """Sparse MLA prefill for any number of heads and slots, FP8 or not.
 
-        logit[t,h,j] = sm_scale * dot(Q[t,h,:], K[i,:])      i = indices[t,j]
+        i            = indices[t,j]
+        logit[t,h,j] = sm_scale * dot(Q[t,h,:], K[i,:])
         p            = softmax over the valid slots j
         out[t,h,:]   = sum_j p[j] * K[i,:512]
         max_logits   = max_j logit
         lse          = ln sum_j exp(logit)
 
-    where Q and K are q and kv times their scales. Which slots are valid, what a query without one gives, and
-    what the sink does: as in :func:`sparse_mla_q8kv8_prefill_fwd`.
+    where Q and K are q and kv times their scales. Which slots are valid, what a query without one
+    gives, and what the sink does: as in :func:`sparse_mla_q8kv8_prefill_fwd`.
 
     Args:
-        q: [s_q, h_q, d_qk] with any h_q >= 1, d_qk 512 or 576; float8_e4m3fn, bfloat16, float16 or float32. Beside
-            an FP8 kv, a q of a float type is quantised to FP8 on its device.
-        kv: [s_kv, d_qk] or [s_kv, 1, d_qk], the same dtypes. One of a float type is computed unquantised, and
-            wants a q of a float type and no scales.
+        q: [s_q, h_q, d_qk] with any h_q >= 1, d_qk 512 or 576; float8_e4m3fn, bfloat16, float16 or
+            float32. Beside an FP8 kv, a q of a float type is quantised to FP8 on its device.
+        kv: [s_kv, d_qk] or [s_kv, 1, d_qk], the same dtypes. One of a float type is computed
+            unquantised, and wants a q of a float type and no scales.
         indices: int32 [s_q, topk] or [s_q, 1, topk] with any topk >= 1; -1 pads.
-        sm_scale: multiplies every logit; finite, positive; ``1/sqrt(d_qk)`` where left out. Models that absorb
-            their projections want the width before absorption (192 in DeepSeek-V3), so pass theirs.
-        q_scale: real q = stored q * q_scale: a number, or float32 of one element, [s_q] or [s_q, h_q]. Beside a q
-            of a float type, the scale to quantise it with; left out, each token and head has its own.
-        kv_scale: likewise for kv: a number, or float32 of one element or [s_kv]. Wanted by an FP8 kv.
-        attn_sink: float32 [h_q], natural-log logits; adds exp(sink) to the denominator of ``out`` only.
+        sm_scale: multiplies every logit; finite, positive; ``1/sqrt(d_qk)`` where left out. Models
+            that absorb their projections want the width before absorption (192 in DeepSeek-V3), so
+            pass theirs.
+        q_scale: real q = stored q * q_scale: a number, or float32 of one element, [s_q] or [s_q,
+            h_q]. Beside a q of a float type, the scale to quantise it with; left out, each token
+            and head has its own.
+        kv_scale: likewise for kv: a number, or float32 of one element or [s_kv]. Wanted by an FP8
+            kv.
+        attn_sink: float32 [h_q], natural-log logits; adds exp(sink) to the denominator of ``out``
+            only.
         topk_length: int32 [s_q]: slots of a query from its length on do not count.
         return_stats: return ``(out, max_logits, lse)``.
         backend: ``"auto"``, or the name of the one that must run it.
@@ -172,17 +184,19 @@ def sparse_mla_prefill(
         max_logits: float32 [s_q, h_q], likewise.
         lse: float32 [s_q, h_q], likewise.
 
-    The rows of q, kv and indices may lie apart (a slice of a larger buffer, a cache with gaps), as long as the
-    elements of a row lie side by side. Scales, lengths and sinks are contiguous.
+    The rows of q, kv and indices may lie apart (a slice of a larger buffer, a cache with gaps), as
+    long as the elements of a row lie side by side. Scales, lengths and sinks are contiguous.
 
     Returns:
-        ``out``, or ``(out, max_logits, lse)``; the statistics in natural units and natural log, the sink excluded.
+        ``out``, or ``(out, max_logits, lse)``; the statistics in natural units and natural log, the
+        sink excluded.
 
     Raises:
         ContractError: an argument breaks the contract, or wants a gradient; no output was written.
         BackendError: the backend asked for is unknown or refuses, or none runs here.
 
-    The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent attention.
+    The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent
+    attention.
     """
     if _is_plain(q, kv, indices):
         results = ops.run_prefill(

@@ -1,10 +1,11 @@
-"""The operators as ``torch.library`` custom ops, and the one path that both they and the public functions take.
+"""The operators as ``torch.library`` custom ops, and the one path that every call takes.
 
 A call: dump its inputs (only with ``SPARSE_MLA_DUMP``), check it, check its data (only with
 ``SPARSE_MLA_DEBUG=1``), run it on the backend that ``dispatch`` chooses.
 
-Each attention operator is two ops: a functional one, and ``_out`` which writes into given buffers. Their fake
-implementations make the same checks of metadata, so that a broken call fails while it is traced.
+Each attention operator is two ops: a functional one, and ``_out`` which writes into given buffers.
+Their fake implementations make the same checks of metadata, so that a broken call fails while it is
+traced.
 """
 
 from __future__ import annotations

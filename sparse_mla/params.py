@@ -1,4 +1,4 @@
-"""The problem a backend is handed: one frozen object per call, every field with its shape and dtype.
+"""The problem a backend is handed: one frozen object a call, each field with its shape and dtype.
 
 Only ``checks`` builds these. A backend may rely on everything written here without looking again.
 """
@@ -22,9 +22,10 @@ D_QK_SUPPORTED = (512, 576)
 class PrefillProblem:
     """One sparse MLA prefill: the formula of ``backends/reference.py`` over these tensors.
 
-    Symbols: s_q query tokens, s_kv cached tokens, h_q query heads, d_qk 512 or 576, topk slots per query.
-    All tensors live on ``q.device``. ``q`` and ``kv`` are both ``float8_e4m3fn`` with scales, or both
-    unquantised (bfloat16, float16 or float32, each its own) with both scales ``None``.
+    Symbols: s_q query tokens, s_kv cached tokens, h_q query heads, d_qk 512 or 576, topk slots per
+        query. All tensors live on ``q.device``. ``q`` and ``kv`` are both ``float8_e4m3fn`` with
+        scales, or both unquantised (bfloat16, float16 or float32, each its own) with both scales
+        ``None``.
     """
 
     q: torch.Tensor  # [s_q, h_q, d_qk], last dim dense, other strides free
@@ -80,8 +81,8 @@ def prefill_problem(
 ) -> PrefillProblem:
     """What ``PrefillProblem(...)`` gives, 1 us sooner.
 
-    A frozen dataclass sets each field through ``object.__setattr__``; one is built at every call, where
-    microseconds count.
+    A frozen dataclass sets each field through ``object.__setattr__``; one is built at every call,
+    where microseconds count.
     """
     problem = object.__new__(PrefillProblem)
     problem.__dict__.update(

@@ -1,7 +1,8 @@
 """The checks that both operators make, one function a kind; ``checks`` puts them in order.
 
-Each is a generator of violations, or gives one. An argument that is not a tensor, or whose own shape depends
-on a broken one, ends or skips the check, so that ``sparse-mla check`` can list all that is wrong.
+Each is a generator of violations, or gives one. An argument that is not a tensor, or whose own
+shape depends on a broken one, ends or skips the check, so that ``sparse-mla check`` can list all
+that is wrong.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def no_tensors(**arguments: Any) -> Violations:
 
 
 def q_ndim(q: torch.Tensor) -> SparseMLAError:
-    """q without its three dimensions."""
+    """A q without its three dimensions."""
     return error("q-ndim", shape=tuple(q.shape))
 
 
@@ -172,7 +173,7 @@ def outputs(
 
 
 def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
-    """Two names, the first an output, whose tensors share a byte."""
+    """Two names, an output first, whose tensors share a byte."""
     spans = [
         (*_span(tensor), name)
         for name, tensor in zip(_NAMES, tensors, strict=True)
@@ -182,10 +183,11 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
     latest_end, latest = 0, ""
     output_end, output = 0, ""  # the output that reaches furthest, and before it whatever does
     for start, end, name in spans:
-        if start == end:
+        if start == 0 or start == end:  # without memory, or empty
             continue
         if start < output_end:
-            return output, name
+            first, second = sorted((output, name), key=_NAMES.index)
+            return first, second
         if name in _OUTPUTS:
             if start < latest_end:
                 return name, latest
@@ -196,7 +198,7 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one past the last, gaps between rows included; none for an empty tensor."""
+    """First byte and the one past the last, gaps included; nothing for an empty tensor."""
     size = tensor.element_size()
     start = tensor.data_ptr()
     if tensor.is_contiguous():
