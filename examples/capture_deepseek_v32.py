@@ -1,6 +1,6 @@
 """Capture one sparse MLA prefill call from transformers' ``deepseek_v32`` model class.
 
-    pip install torch "transformers>=5.17" safetensors
+    pip install -e . "transformers>=5.17"
     python examples/capture_deepseek_v32.py
 
 A model with DeepSeek-V3.2's attention geometry (128 heads, 512 latent + 64 rope columns, an indexer
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
 from pathlib import Path
@@ -59,6 +60,10 @@ FLOAT32_ROUNDING = 5e-6  # relative L2 of the worst row; eager float32 attention
 TOKEN = re.compile(r" ?[A-Za-z]{1,5}|.", re.DOTALL)
 
 
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Eager attention's output [1, chunk, h_q, 128] and its weights."""
+
+
 @dataclass
 class Recorder:
     """What one layer computed, chunk after chunk of the passage."""
@@ -83,10 +88,18 @@ class Recorder:
             lambda module, args, result: self.selected.append(result[0])
         )
 
-    def around(self, eager):
+    def around(self, eager: Callable[..., Attended]) -> Callable[..., Attended]:
         """The model's eager attention, its arguments and result recorded."""
 
-        def recorded(module, query, key, value, attention_mask, scaling, **kwargs):
+        def recorded(
+            module: torch.nn.Module,
+            query: torch.Tensor,  # [1, h_q, chunk, 192]
+            key: torch.Tensor,  # [1, h_q, tokens so far, 192]
+            value: torch.Tensor,
+            attention_mask: torch.Tensor,
+            scaling: float,
+            **kwargs: object,
+        ) -> Attended:
             result = eager(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
             if module.layer_idx == self.layer:
                 self.queries.append(query[0].transpose(0, 1))
