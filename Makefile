@@ -35,15 +35,15 @@ imports: venv
 	$(PYTEST) tests/test_imports.py
 
 lint: venv
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
 
 format: venv
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/python -m ruff check --fix .
+	$(BIN)/python -m ruff format .
 
 types: venv
-	$(BIN)/mypy
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf '$(VENV)' build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -24,11 +24,9 @@ PY
 }
 
 # A .pth file rather than --system-site-packages, which would miss an interpreter that is itself in an environment.
-# What the new environment holds itself still comes first.
+# What the new environment holds itself comes first.
 borrow_packages() {
-    local target
-    target=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    "$python" - >"$target/borrowed.pth" <<'PY'
+    "$python" - >"$borrowed" <<'PY'
 import sys
 print("\n".join(p for p in sys.path if p.endswith(("site-packages", "dist-packages"))))
 PY
@@ -50,16 +48,20 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$venv"
 fi
 
+pip() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
+borrowed=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth
+rm -f "$borrowed" # pip must not take a borrowed package for an installed one: its command would be missing
+
+say "installing the pinned development packages"
+pip install -r requirements/dev.txt
+pip install --no-deps --no-build-isolation --editable .
 if ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     if own_torch; then
         say "using the torch that $python has already"
         borrow_packages
     else
         say "installing torch (once; a few minutes)"
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+        pip install -r requirements/torch.txt
     fi
 fi
-say "installing the pinned development packages"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 printf '%s\n' "$wanted" >"$stamp"
