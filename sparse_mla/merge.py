@@ -35,16 +35,17 @@ def merge_attention_states(
         lse = ln sum_i exp(lse_i)        out = sum_i exp(lse_i - lse) * out_i
 
     Part i was computed without ``attn_sink``, whose weight belongs into the denominator once; to
-    apply it afterwards multiply ``out`` by ``sigmoid(lse - sink)``. A part whose lse is not finite is
-    empty in that row, in both conventions for a row without keys (+inf here and in FlashMLA, -inf
-    elsewhere; NaN too), and its ``out`` is not read. A row that is empty in every part gives out 0,
-    lse +inf and max_logits -inf. Parts are added in the order given, in float32 (float64 where an
-    input is), with weights computed in float64.
+    apply it afterwards multiply ``out`` by ``sigmoid(lse - sink)``. A part whose lse is not finite
+    is empty in that row, in both conventions for a row without keys (+inf here and in FlashMLA,
+    -inf elsewhere; NaN too), and its ``out`` is not read. A row that is empty in every part gives
+    out 0, lse +inf and max_logits -inf. Parts are added in the order given, in float32 (float64
+    where an input is), with weights computed in float64.
 
     Args:
-        outs: parts ``[..., d_v]`` of one shape, dtype and device; a sequence, or stacked along dim 0.
+        outs: parts ``[..., d_v]`` of one shape, dtype and device; a sequence, or one tensor with
+            the parts along dim 0.
         lses: their natural-log lse, float32 (or float64) ``[...]``; a sequence or stacked likewise.
-        max_logits: their largest logits, like ``lses``; if given the merged ones are returned as well.
+        max_logits: their largest logits, like ``lses``; if given, the merged ones are returned too.
 
     Returns:
         ``(out, lse)`` or ``(out, lse, max_logits)``; ``out`` in the dtype of the parts.
@@ -89,7 +90,7 @@ def _weight(lse: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 def _checked(
     outs: Any, lses: Any, max_logits: Any
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]:
-    """The parts as (out, lse, max_logits) triples, or merge-shapes for the first that does not fit."""
+    """The parts as (out, lse, max_logits) triples; raises for the first that does not fit."""
     fault = _fault(outs, lses, max_logits)
     if fault is not None:
         name, expected, got = fault

@@ -72,7 +72,7 @@ def quantize_fp8(
 def quantize_queries(
     q: torch.Tensor, q_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A float ``q`` [s_q, h_q, d_qk] for FP8 attention: by ``q_scale``, or per (token, head) without one.
+    """A float ``q`` [s_q, h_q, d_qk] in FP8, by ``q_scale`` or else per (token, head).
 
     ``q_scale`` is float32 of one element, ``[s_q]`` or ``[s_q, h_q]``.
     """

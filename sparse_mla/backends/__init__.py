@@ -1,1 +1,1 @@
-"""One module a backend, each with ``NAME``, ``available()``, ``refusal(problem)`` and ``run(problem)``."""
+"""One module a backend: ``NAME``, ``available()``, ``refusal(problem)``, ``run(problem)``."""

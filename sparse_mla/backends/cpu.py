@@ -4,20 +4,20 @@ What a query costs at h_q=128, d_qk=576, topk=2048 is two products (128 x 576 x 
 128 x 2048 x 512), and the rest has to stay small beside them:
 
 - A KV row is converted once into a table row of bfloat16, in which e4m3 values are exact, so that a
-  query only gathers. The conversion moves bits (``_convert``), three times faster than a cast.
-- A table row has 32 more columns. One makes masked slots cost nothing: they gather the table's last
-  row, whose logit is -inf and whose value is 0. Five subtract a centre from every logit *inside* the
-  product: the product's float32 sums are rounded to bfloat16 on the way out, with an error that is
-  relative to the result, so what comes out must be small where the weight is. The centre is
-  predicted from the queries before, and a head whose maximum comes out too far from it
-  is computed again with the right one. Nothing else gives bfloat16 speed with usable logits here.
+  query only gathers. The conversion moves bits (``convert``), four times faster than a cast.
+- A table row has 32 more columns. One makes masked slots cost nothing: they gather the table's
+  last row, whose logit is -inf and whose value is 0. Five subtract a centre from every logit
+  *inside* the product: its float32 sums are rounded to bfloat16 on the way out, with an error that
+  is relative to the result, so what comes out must be small where the weight is. The centre is
+  predicted from the queries before, and a head whose maximum comes out too far from it is computed
+  again with the right one. No other way found here gives bfloat16 speed with usable logits.
 - Queries are ordered by their number of valid slots, so that short ones share a batched product.
 
 Probabilities are rounded to bfloat16 and the denominator is the sum of what was rounded. Where the
 CPU has no fast bfloat16, or an input is float16 or float32, the same steps run in float32.
 
-Memory beyond inputs and outputs is bounded by ``TABLE_BYTES`` plus the buffers of one batch. A cache
-too large for the table is converted again for each chunk of queries, only the rows these select.
+Memory beyond inputs and outputs is bounded by ``TABLE_BYTES`` plus the buffers of one batch. A
+cache too large for the table is converted anew for each chunk of queries, only the rows selected.
 ``docs/kernels/cpu.md`` has the measurements, and what was tried and dropped.
 """
 
@@ -25,32 +25,23 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..params import D_V
+from .cpu_table import CHUNK_SLOTS, EXTRA, FLOAT8, RowTable, convert, split, take, usable
 
 if TYPE_CHECKING:
     from ..params import PrefillProblem
 
 NAME = "cpu"
 
-TABLE_BYTES = 192 << 20
-"""The most that converted KV rows may take, unless a single query selects more."""
-
-CHUNK_SLOTS = 1 << 20
-"""Slots whose indices are looked at together."""
-
 BATCH_SLOTS = 2048
 BATCH_ROWS = 4096
 """Queries with few valid slots share a batch up to this many slots and (query, head) rows."""
-
-EXTRA = 32
-"""Table columns beyond d_qk: column 0 masks, 1 to 5 centre, the others are zero and keep rows aligned."""
-
-FLOAT8 = torch.float8_e4m3fn
 
 
 def available() -> str | None:
@@ -71,7 +62,7 @@ def run(problem: PrefillProblem) -> None:
         return
     with torch.autocast("cpu", enabled=False):
         dtype = compute_dtype(problem)
-        table = _RowTable(problem, dtype)
+        table = RowTable(problem, dtype)
         attention = _Attention(problem, dtype)
         step = max(1, min(CHUNK_SLOTS, table.chunk_slots) // problem.topk)
         for start in range(0, problem.s_q, step):
@@ -89,87 +80,23 @@ def compute_dtype(problem: PrefillProblem) -> torch.dtype:
     ``SPARSE_MLA_CPU_COMPUTE=float32`` or ``bfloat16`` overrides what is known about the CPU.
     """
     exact = all(x.dtype in (FLOAT8, torch.bfloat16) for x in (problem.q, problem.kv))
-    forced = os.environ.get("SPARSE_MLA_CPU_COMPUTE", "")
-    fast = forced == "bfloat16" if forced else has_fast_bfloat16()
+    forced = os.environ.get("SPARSE_MLA_CPU_COMPUTE")
+    known = forced in ("bfloat16", "float32")
+    fast = forced == "bfloat16" if known else has_fast_bfloat16()
     return torch.bfloat16 if exact and fast else torch.float32
 
 
 def has_fast_bfloat16() -> bool:
     """Whether torch multiplies bfloat16 matrices with instructions made for it."""
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled):
+    if not (torch._C._has_mkldnn and torch.backends.mkldnn.enabled):
         return False
-    names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    if any(getattr(torch.cpu, name, bool)() for name in names):
-        return True
-    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2", "AVX512"):
-        return False
-    try:  # other architectures: oneDNN's own test
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        names = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        return any(getattr(torch.cpu, name, bool)() for name in names)
+    try:  # elsewhere oneDNN's own test; on x86 it is content with emulation
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     except (AttributeError, RuntimeError):
         return False
-
-
-class _RowTable:
-    """KV rows in the compute dtype with the extra columns; the last row stands for masked slots."""
-
-    def __init__(self, problem: PrefillProblem, dtype: torch.dtype) -> None:
-        self.kv = problem.kv_rows
-        self.width = problem.d_qk + EXTRA
-        self.dtype = dtype
-        most = max(TABLE_BYTES // (self.width * dtype.itemsize), problem.topk + 1)
-        self.whole = problem.s_kv < most
-        self.chunk_slots = CHUNK_SLOTS if self.whole else most - 1
-        self.scale: torch.Tensor | None = (
-            None  # float32 per table row, where each token has its own
-        )
-        scale = problem.kv_scale
-        self.token_scale = usable(scale) if scale is not None and scale.numel() != 1 else None
-        self.rows = torch.empty(0, self.width, dtype=dtype)
-        if self.whole:
-            self.done = torch.zeros(problem.s_kv + 1, dtype=torch.bool)
-            self._allocate(problem.s_kv)
-            if self.token_scale is not None:
-                self.scale = torch.cat([self.token_scale, torch.ones(1)])
-
-    def prepare(self, slots: torch.Tensor) -> torch.Tensor:
-        """Convert the rows that ``slots`` select and return the table rows they are in."""
-        if self.whole:
-            wanted = torch.zeros_like(self.done).index_fill_(0, slots.reshape(-1), True)
-            wanted[-1] = False
-            new = (wanted & ~self.done).nonzero().view(-1)
-            self.done |= wanted
-            self._fill(new, new)
-            return slots
-        tokens, places = torch.unique(slots, return_inverse=True)
-        if int(tokens[-1]) == len(self.kv):  # masked slots come last, as the table wants them
-            tokens = tokens[:-1]
-        self._allocate(len(tokens))
-        self._fill(tokens, torch.arange(len(tokens)))
-        if self.token_scale is not None:
-            self.scale = torch.cat([self.token_scale[tokens], torch.ones(1)])
-        return places
-
-    def _allocate(self, tokens: int) -> None:
-        if len(self.rows) != tokens + 1:
-            self.rows = torch.empty(0)  # give the old table back before there are two
-            self.rows = torch.empty(tokens + 1, self.width, dtype=self.dtype)
-        self.rows[-1] = 0
-        self.rows[-1, self.width - EXTRA] = -math.inf
-
-    def _fill(self, tokens: torch.Tensor, places: torch.Tensor) -> None:
-        """Convert ``tokens`` (ascending) into table rows ``places``, block by block."""
-        d_qk = self.width - EXTRA
-        for token, place in zip(tokens.split(2048), places.split(2048), strict=True):
-            block = self.rows.new_empty(len(token), self.width)
-            _convert(block[:, :d_qk], _take(self.kv, token))
-            block[:, d_qk:] = 0
-            inverse = torch.ones(len(token))
-            if self.token_scale is not None:
-                inverse = self.token_scale[token].reciprocal().nan_to_num(0.0).clamp(max=1e30)
-            high, low = _split(inverse, self.dtype, 2)
-            block[:, d_qk + 1 : d_qk + 4] = -high[:, None]
-            block[:, d_qk + 4 : d_qk + 6] = -low[:, None]
-            self.rows.index_copy_(0, place, block)
 
 
 class _Scores(NamedTuple):
@@ -193,7 +120,7 @@ class _Batch(NamedTuple):
 
 
 class _Attention:
-    """The steps of a batch, the buffers they share, and the centres predicted for the next batch."""
+    """The steps of a batch, the buffers they share, and the centres predicted for the next one."""
 
     def __init__(self, problem: PrefillProblem, dtype: torch.dtype) -> None:
         self.problem = problem
@@ -212,9 +139,9 @@ class _Attention:
         self.scale = scale.expand(problem.s_q, problem.h_q)
 
     def attend(
-        self, tokens: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, table: _RowTable
+        self, tokens: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, table: RowTable
     ) -> None:
-        """Write the results of the queries ``tokens``, which read the table rows ``slots`` [n, width]."""
+        """Write the results of queries ``tokens``, which read table rows ``slots`` [n, width]."""
         n, width = slots.shape
         first, last = int(tokens[0]), int(tokens[-1])
         queries = slice(first, last + 1) if last - first == n - 1 else tokens
@@ -247,7 +174,7 @@ class _Attention:
             buffer[..., d_qk] = 1
             self.buffers["q"] = buffer
         q = buffer[:n]
-        _convert(q[..., :d_qk], _take(self.problem.q, queries))
+        convert(q[..., :d_qk], take(self.problem.q, queries))
         return q
 
     def _centred_scores(self, batch: _Batch, centre: torch.Tensor, attempt: int = 0) -> _Scores:
@@ -278,11 +205,11 @@ class _Attention:
     def _set_centre(self, batch: _Batch, centre: torch.Tensor) -> torch.Tensor:
         """Put the centre into q's columns in units of the raw products; return it as stored.
 
-        The sum of three bfloat16 parts is all 24 bits; a row's columns hold -1 (or minus the inverse
-        of its scale, in two parts) to go with them.
+        Three bfloat16 parts hold all 24 bits; a row's columns hold -1 (or minus the inverse of its
+        scale, in two parts) to go with them.
         """
         raw = (centre / batch.scale).nan_to_num_(0.0, 0.0, 0.0)
-        high, middle, low = _split(raw, self.dtype, 3)
+        high, middle, low = split(raw, self.dtype, 3)
         first = self.problem.d_qk + 1
         torch.stack([high, middle, low, high, middle], -1, out=batch.q[..., first : first + 5])
         return raw.mul_(batch.scale)
@@ -319,7 +246,7 @@ class _Attention:
     def _write_out(
         self, queries: slice | torch.Tensor, batch: _Batch, p: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        """out = (p rounded) @ V, divided by the sum of what was rounded and scaled for the sink."""
+        """Write ``out``: (p rounded) @ V, over the sum of what was rounded, scaled for the sink."""
         row_scale, sink = batch.row_scale, self.problem.attn_sink
         if row_scale is not None:
             p *= row_scale
@@ -349,15 +276,10 @@ class _Attention:
         return buffer[:size].view(shape)
 
 
-def usable(scale: torch.Tensor) -> torch.Tensor:
-    """Scales, NaN where they are not finite positive numbers."""
-    return torch.where((scale > 0) & (scale < math.inf), scale, math.nan)
-
-
 def _valid_slots(
     problem: PrefillProblem, queries: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [n, padded topk] with each query's valid indices in front and s_kv behind; their counts."""
+    """int64 [n, padded topk], each query's valid indices in front and s_kv behind; their counts."""
     indices = problem.index_rows[queries]
     n, topk = indices.shape
     valid = (indices >= 0) & (indices < problem.s_kv)
@@ -379,10 +301,10 @@ def _padded(count: int) -> int:
 
 
 def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[torch.Tensor, int]]:
-    """Positions of queries that are computed together, and their width; queries without slots left out."""
+    """Positions of queries that are computed together, and their width; no query without slots."""
     widths = torch.where(counts > 32, (counts + 63) // 64 * 64, torch.where(counts > 16, 32, 16))
     widths[counts == 0] = 0
-    for width in widths.unique().tolist():
+    for width in sorted(set(widths.tolist())):
         if width:
             together = max(1, min(BATCH_SLOTS // width, BATCH_ROWS // h_q))
             for group in (widths == width).nonzero().view(-1).split(together):
@@ -393,48 +315,3 @@ def _write_empty(problem: PrefillProblem, queries: torch.Tensor) -> None:
     problem.out.index_fill_(0, queries, 0.0)
     problem.max_logits.index_fill_(0, queries, -math.inf)
     problem.lse.index_fill_(0, queries, math.inf)
-
-
-def _split(x: torch.Tensor, dtype: torch.dtype, parts: int) -> list[torch.Tensor]:
-    """``x`` as a sum of ``parts`` tensors of ``dtype``, each the rounding of what the ones before leave."""
-    pieces = []
-    for _ in range(parts):
-        pieces.append(x.to(dtype))
-        x = x - pieces[-1].to(x.dtype)
-    return pieces
-
-
-def _take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
-    """``x[rows]`` for any dtype, a view for a slice."""
-    if isinstance(rows, slice) or x.dtype != FLOAT8:
-        return x[rows]
-    return x.view(torch.uint8)[rows].view(FLOAT8)
-
-
-def _convert(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target``, exactly; e4m3 by moving bits.
-
-    Sign, exponent and mantissa of e4m3 at the places of a wider float mean 2**-120 of its value, for
-    subnormals too. NaN would become 480, and with subnormals flushed to zero small values would be
-    lost: then the slow copy is right.
-    """
-    if source.dtype != FLOAT8 or not source.numel() or _flushes_subnormals() or _has_nan(source):
-        target.copy_(source)
-        return
-    bits, shift, mask = {
-        torch.bfloat16: (torch.int16, 4, -(1 << 15) | (0x7F << 4)),
-        torch.float32: (torch.int32, 20, -(1 << 31) | (0x7F << 20)),
-    }[target.dtype]
-    moved = target.view(bits)
-    moved.copy_(source.view(torch.int8))
-    moved.bitwise_left_shift_(shift).bitwise_and_(mask)
-    target.mul_(2.0**120)
-
-
-def _has_nan(x: torch.Tensor) -> bool:
-    """Whether e4m3 ``x`` holds 0x7f or 0xff, the largest bytes as signed and as unsigned numbers."""
-    return int(x.view(torch.int8).max()) == 127 or int(x.view(torch.uint8).max()) == 255
-
-
-def _flushes_subnormals() -> bool:
-    return float(torch.tensor(2.0**-126).mul_(0.5)) == 0.0

@@ -5,9 +5,10 @@
     out[t,h,:]   = sum_j p[j] * kv_scale * kv[i,:d_v]
     max_logits   = max_j logit            lse = ln sum_j exp(logit)
 
-A masked slot reads row 0 in place of what it points to, and that copy is overwritten with zeros before
-any arithmetic: nothing that no valid slot selects can reach a result. The masks are arithmetic, not
-selections, so that nothing here waits for a GPU. The result is rounded once, into the output dtypes.
+A masked slot reads row 0 in place of what it points to, and that copy is overwritten with zeros
+before any arithmetic: nothing that no valid slot selects can reach a result. Masking selects by
+value, never by shape, so that nothing here waits for a GPU. Results are rounded once, into the
+output dtypes.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def attend(problem: PrefillProblem, t: int) -> Attention:
 
 
 def _selected_rows(problem: PrefillProblem, t: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The dequantised row of every slot of query ``t`` (zeros where masked), and which slots are valid."""
+    """The dequantised row of each slot of query ``t``, zeros where masked, and what is valid."""
     index = problem.index_rows[t]  # [topk]
     valid = (index >= 0) & (index < problem.s_kv)
     if problem.topk_length is not None:
@@ -112,6 +113,6 @@ def _query_scale(problem: PrefillProblem, t: int) -> torch.Tensor | float:
 
 
 def _usable(scale: torch.Tensor) -> torch.Tensor:
-    """Scales in float64; one that is not a finite positive number becomes NaN, never a plausible result."""
+    """Scales in float64; one that is not a finite positive number becomes NaN."""
     scale = scale.to(torch.float64)
     return scale.masked_fill(~((scale > 0) & (scale < math.inf)), math.nan)

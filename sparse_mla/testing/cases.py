@@ -1,10 +1,10 @@
-"""Problems as data: a ``Case`` says what is in it, ``make_inputs`` draws the tensors from a seed."""
+"""Problems as data: a ``Case`` says what is in one, ``make_inputs`` draws its tensors."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
@@ -26,7 +26,7 @@ EXTREME_SINKS = (-math.inf, -1e30, -1.0, 0.0, 1.0, 3e38, math.inf)
 
 @dataclass(frozen=True)
 class Case:
-    """One input: sizes, where the logits lie, what the index rows look like, and the optional tensors."""
+    """One input: sizes, where the logits lie, what index rows look like, the optional tensors."""
 
     id: str
     s_q: int
@@ -81,16 +81,16 @@ def make_inputs(case: Case, seed: int = 0, device: torch.device | str = "cpu") -
 
 def to_device(inputs: Inputs, device: torch.device | str) -> Inputs:
     """The same inputs on ``device``."""
-    return Inputs(
-        **{
-            name: value.to(device) if isinstance(value, torch.Tensor) else value
-            for name, value in vars(inputs).items()
-        }
-    )
+    moved: dict[str, Any] = {
+        name: value.to(device)
+        for name, value in vars(inputs).items()
+        if isinstance(value, torch.Tensor)
+    }
+    return replace(inputs, **moved)
 
 
 def allocate_outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``out``, ``max_logits`` and ``lse`` filled with NaN, so that an element never written shows."""
+    """``out``, ``max_logits``, ``lse`` filled with NaN, so that an element never written shows."""
     s_q, h_q, _ = inputs.q.shape
     device = inputs.q.device
     return (
@@ -103,7 +103,7 @@ def allocate_outputs(inputs: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.
 def make_problem(
     inputs: Inputs, outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 ) -> PrefillProblem:
-    """The problem that a backend is handed for these inputs, with NaN-filled outputs unless given."""
+    """The problem a backend is handed for these inputs, with NaN-filled outputs unless given."""
     out, max_logits, lse = outputs or allocate_outputs(inputs)
     s_q, h_q, d_qk = inputs.q.shape
     return PrefillProblem(
@@ -130,7 +130,7 @@ def _rows(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.T
         q += 0.5 * direction
         kv[0] = direction * (20.0 / math.sqrt(case.d_qk))
     elif case.logits == "one-and-tail":
-        # V is 1 everywhere; the first rotary column alone makes the logits: 0 for row 0, -7 for the rest.
+        # V is 1 everywhere; the first rotary column alone makes the logits: row 0 has 0, others -7.
         q, kv = torch.zeros_like(q), torch.ones_like(kv)
         q[:, :, D_V] = 1.0
         kv[:, D_V] = -7.0

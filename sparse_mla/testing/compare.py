@@ -1,4 +1,4 @@
-"""Comparison against the reference: worst row, stated tolerance, an error that says where and by how much."""
+"""Comparison against the reference: worst row, stated tolerance, an error that says where."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Tolerance:
 
 
 EXACT = Tolerance(out=0.003, absolute=1e-5, relative=1e-6)
-"""Nothing but the bfloat16 rounding of ``out`` (at most 2**-8 an element) and float32 of the rest."""
+"""Nothing but the bfloat16 rounding of ``out`` and the float32 rounding of the rest."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,11 @@ def compare(
     queries: Sequence[int] | None = None,
     against: reference.Attention | None = None,
 ) -> Errors:
-    """Raise AssertionError unless the outputs in ``problem`` agree with the reference; return the errors.
+    """Raise AssertionError unless the outputs in ``problem`` agree with the reference.
 
-    NaN must stand exactly where the reference has NaN, infinities must be equal, and a row of zeros must
-    be zeros. ``queries`` limits the comparison to some queries of a large problem.
+    NaN must stand exactly where the reference has NaN, infinities must be equal, and a row of zeros
+    must be zeros. ``queries`` limits the comparison to some queries of a large problem. Returns the
+    errors found.
     """
     want = against if against is not None else expected(problem, queries)
     errors = measure(problem, tolerance, want, queries)
@@ -77,8 +78,8 @@ def compare(
                 got, wanted = got[worst], wanted[worst]
                 name = f"out column {worst}"
             raise AssertionError(
-                f"{name} of query {t}, head {head}: got {float(got)!r}, expected {float(wanted)!r}; "
-                f"error {value:.4g}, limit {limit:.4g} ({tolerance})"
+                f"{name} of query {t}, head {head}: got {float(got)!r}, "
+                f"expected {float(wanted)!r}; error {value:.4g}, limit {limit:.4g} ({tolerance})"
             )
     return errors
 

@@ -15,10 +15,11 @@ def fp8_p_emulation(
 ) -> reference.Attention:
     """Query ``t`` as in the reference, but with P rounded to e4m3 before it meets V.
 
-    P is ``p_max * exp(logit - max_logits)``, which uses e4m3's range: nothing above ``p_max / 2**15`` is
-    lost. The denominator is the unrounded sum, or with ``rounded_denominator`` the sum of what was
-    rounded. Logits, sums and the product with V are exact, so that the rounding of P is the only error.
-    A kernel is as good as FP8 probabilities allow when its worst row is within 1.1 times this one.
+    P is ``p_max * exp(logit - max_logits)``, to use the range of e4m3: with 256, P is normal
+    down to exp(logit - max_logits) = 2**-14. The denominator is the unrounded sum, or with
+    ``rounded_denominator`` the sum of what was rounded. Logits, sums and the product with V are
+    exact, so that the rounding of P is the only error. A kernel is as good as FP8 probabilities
+    allow when its worst row is within 1.1 times this one.
     """
     exact = reference.attend(replace(problem, attn_sink=None), t)
     q = problem.q[t].double() * reference._query_scale(problem, t)

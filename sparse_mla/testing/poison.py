@@ -53,7 +53,7 @@ def guarded_like(x: torch.Tensor, *, offset: int = 0) -> Guarded:
 
 
 def poison_unselected(inputs: Inputs) -> Inputs:
-    """The same inputs with NaN in every KV row, and every per-token scale, that no valid slot selects."""
+    """The same inputs with NaN in every KV row, and token scale, that no valid slot selects."""
     s_kv, topk = inputs.kv.shape[0], inputs.indices.shape[-1]
     index = inputs.indices.reshape(-1, topk).long()
     valid = (index >= 0) & (index < s_kv)
