@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from .errors import BackendError, ContractError, FileError, SlowBackendWarning, SparseMLAError
-from .interface import sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
+from .interface import (
+    merge_attention_states,
+    quantize_fp8,
+    sparse_mla_prefill,
+    sparse_mla_q8kv8_prefill_fwd,
+)
 from .version import __version__
 
 __all__ = [
@@ -13,6 +18,8 @@ __all__ = [
     "SlowBackendWarning",
     "SparseMLAError",
     "__version__",
+    "merge_attention_states",
+    "quantize_fp8",
     "sparse_mla_prefill",
     "sparse_mla_q8kv8_prefill_fwd",
 ]

@@ -7,16 +7,19 @@ of ``ops``.
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
-from . import checks, ops
+from . import checks, merge, ops, quantize
 from .params import D_V
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _Tensor = torch.Tensor
+_F = TypeVar("_F", bound=Callable[..., Any])
 _op = torch.ops.sparse_mla
 
 
@@ -216,6 +219,46 @@ def sparse_mla_prefill(
         results = checks.allocate_outputs(q, q.shape[0], q.shape[1], out, max_logits, lse)
         _op.prefill_out(*given, backend, *results)
     return results if return_stats else results[0]
+
+
+def _through_quantize_op(
+    x: torch.Tensor,
+    *,
+    per: str = "tensor",
+    scale: float | torch.Tensor | None = None,
+    absmax: float | torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    results: tuple[torch.Tensor, torch.Tensor] = _op.quantize_fp8(
+        x, per, checks.scale_tensor(scale, x), checks.scale_tensor(absmax, x)
+    )
+    return results
+
+
+def _through_merge_op(outs: Any, lses: Any, max_logits: Any = None) -> tuple[torch.Tensor, ...]:
+    maxima = None if max_logits is None else list(max_logits)
+    results: Outputs = _op.merge_attention_states(list(outs), list(lses), maxima)
+    return results[:2] if max_logits is None else results
+
+
+def _or_op(eager: _F, op: Callable[..., Any]) -> _F:
+    """``eager`` as a public function; traced or compiled, the opaque op, which gives the same bits.
+
+    A compiler that saw the arithmetic might fuse it and round otherwise.
+    """
+
+    @functools.wraps(eager)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        one = first[0] if isinstance(first, (list, tuple)) and first else first
+        if isinstance(one, _Tensor) and not _is_plain(one, one, one):
+            return op(*args, **kwargs)
+        return eager(*args, **kwargs)
+
+    return cast(_F, function)
+
+
+quantize_fp8 = _or_op(quantize.quantize_fp8, _through_quantize_op)
+merge_attention_states = _or_op(merge.merge_attention_states, _through_merge_op)
 
 
 def _is_plain(q: Any, kv: Any, indices: Any) -> bool:

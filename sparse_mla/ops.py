@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch, environment
+from . import dispatch, environment, merge, quantize
 from .checks import check_prefill, check_q8kv8
 from .params import PrefillProblem
 from .violations import E4M3
@@ -124,8 +124,6 @@ def _with_quantised_q(problem: PrefillProblem) -> PrefillProblem:
     """The problem with an FP8 q: one of a float type is quantised where kv is FP8."""
     if problem.kv_scale is None or problem.q.dtype is E4M3:
         return problem
-    from . import quantize
-
     q, q_scale = quantize.quantize_queries(problem.q, problem.q_scale)
     return replace(problem, q=q, q_scale=q_scale)
 
@@ -156,9 +154,24 @@ def _prefill_out_fake(*arguments: Any) -> None:
     check_prefill(*arguments[:8], *arguments[9:], compare_memory=False)
 
 
+def _quantize_fp8(
+    x: torch.Tensor, per: Any, scale: torch.Tensor | None, absmax: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    quantised, used = quantize.quantize_fp8(x, per=per, scale=scale, absmax=absmax)
+    return quantised, used if scale is None else used.clone()  # an op never returns its input
+
+
+def _merge(
+    outs: list[torch.Tensor], lses: list[torch.Tensor], max_logits: list[torch.Tensor] | None
+) -> Outputs:
+    if max_logits is None:
+        return *merge.merge_attention_states(outs, lses), lses[0].new_empty(0)
+    return merge.merge_attention_states(outs, lses, max_logits)
+
+
 _Q8KV8 = (
-    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor q_scale, Tensor kv_scale, int d_v, "
-    "Tensor? attn_sink, Tensor? topk_length"
+    "Tensor q, Tensor kv, Tensor indices, float sm_scale, Tensor q_scale, Tensor kv_scale, "
+    "int d_v, Tensor? attn_sink, Tensor? topk_length"
 )
 _PREFILL = (
     "Tensor q, Tensor kv, Tensor indices, float? sm_scale, Tensor? q_scale, Tensor? kv_scale, "
@@ -171,3 +184,18 @@ _define("q8kv8_prefill", f"({_Q8KV8}) -> {_RESULTS}", run_q8kv8, _q8kv8_fake)
 _define("q8kv8_prefill_out", f"({_Q8KV8}, {_BUFFERS}) -> ()", _q8kv8_out, _q8kv8_out_fake)
 _define("prefill", f"({_PREFILL}) -> {_RESULTS}", run_prefill, _prefill_fake)
 _define("prefill_out", f"({_PREFILL}, {_BUFFERS}) -> ()", _prefill_out, _prefill_out_fake)
+
+# These two are plain torch that reads no data: they are their own fake implementation.
+_define(
+    "quantize_fp8",
+    "(Tensor x, str per, Tensor? scale, Tensor? absmax) -> (Tensor x_fp8, Tensor scale_used)",
+    _quantize_fp8,
+    _quantize_fp8,
+)
+_define(
+    "merge_attention_states",
+    "(Tensor[] outs, Tensor[] lses, Tensor[]? max_logits) -> "
+    "(Tensor out, Tensor lse, Tensor max_logits)",
+    _merge,
+    _merge,
+)
