@@ -43,7 +43,7 @@ class Comparison:
             if not error <= 1.0
         ]
         return (
-            f"{verdict} {self.against} ({self.queries} of {self.of} queries): relative error of out "
+            f"{verdict} {self.against} ({self.queries} of {self.of} queries): error of out "
             f"{self.errors.out:.2%} (limit {self.tolerance.out:.1%}), "
             + (", ".join(off) or "max_logits and lse within limits")
         )
