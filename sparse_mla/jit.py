@@ -247,12 +247,9 @@ def _sources(variant: Variant) -> dict[str, str]:
 
 
 def _rooted(root: Path, name: str, include: re.Match[str]) -> str:
-    for folder in (posixpath.dirname(name), ""):
-        path = posixpath.normpath(posixpath.join(folder, include[2]))
-        if (root / path).is_file():
-            return f"{include[1]}{path}{include[3]}"
-    # Left to NVRTC, which says where it stands.
-    return include[0]
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(name), include[2]))
+    # Otherwise it is a path under the root already, or NVRTC says where it is missing.
+    return f"{include[1]}{path}{include[3]}" if (root / path).is_file() else include[0]
 
 
 def _options(variant: Variant, arch: str) -> tuple[str, ...]:

@@ -38,9 +38,6 @@ class KernelCacheWarning(UserWarning):
         self.cause = cause
         super().__init__(str(cause))
 
-    def __reduce__(self) -> tuple[type[KernelCacheWarning], tuple[SparseMLAError]]:
-        return type(self), (self.cause,)
-
     @property
     def id(self) -> str:
         """The slug of the record, for ``sparse-mla explain``."""
@@ -156,9 +153,8 @@ def _read_file(name: str, folder: int) -> bytes:
     # Neither a link, which could lead anywhere, nor a pipe, which would wait for a writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
-        status = os.fstat(file.fileno())
-        _check_owner(status, f"its file {name}")
-        return file.read() if stat.S_ISREG(status.st_mode) else b""
+        _check_owner(os.fstat(file.fileno()), f"its file {name}")
+        return file.read()
 
 
 def _write_file(name: str, data: bytes, folder: int) -> None:

@@ -34,7 +34,7 @@ extern "C" __global__ void reverse(const __grid_constant__ Params params) {
 SCALE = """\
 #pragma once
 #include "factor.cuh"
-#include "sm90/../common/factor.cuh"
+#include "../common/factor.cuh"
 __device__ inline float scaled(float x, float factor) { return x * factor * FACTOR * WIDTH; }
 """
 FACTOR = "#pragma once\n#define FACTOR 3.0f\n"
