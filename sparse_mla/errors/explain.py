@@ -75,6 +75,7 @@ def explanation(match: Match) -> dict[str, Any]:
         "id": record.id,
         "score": match.score,
         "values": dict(values),
+        "message": _filled(record.message, values) or record.message,
         "yours": _filled(record.yours, values),
         "detail": _filled(record.detail, values),
         "fix": _filled(record.fix, values),

@@ -35,9 +35,7 @@ _SHAPE = r"(?:torch\.Size\()?[\[(][^()\[\]\n]{0,200}[\])]\)?|[^\s,()/]{1,60}"
 _TOKEN = r"[^\s,()/]{1,60}"
 _PATTERNS = {
     **dict.fromkeys(("shape", "got_shape", "strides", "expected"), _SHAPE),
-    **dict.fromkeys(
-        ("name", "tensor", "backend", "chosen", "better", "kernel"), r"[\w.\-\[\]]{1,60}"
-    ),
+    **dict.fromkeys(("name", "tensor", "backend", "chosen", "kernel"), r"[\w.\-\[\]]{1,60}"),
     **dict.fromkeys(("dtype", "got_dtype", "q_dtype", "kv_dtype", "type"), r"[\w.]{1,60}"),
     **dict.fromkeys(("device", "got"), r"[^\n]{1,80}?"),
     **dict.fromkeys(("h_q", "h_kv", "s_q", "s_kv", "d_qk", "kv_d_qk", "topk", "count"), _TOKEN),

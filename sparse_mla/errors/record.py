@@ -149,7 +149,10 @@ def _plain(value: Any) -> Any:
         return tuple(_plain(item) for item in value)
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"a tensor of shape {_plain(tuple(value.shape))} and dtype {value.dtype}"
-    return visible(str(value))
+    try:
+        return visible(str(value))
+    except Exception:  # an error about a strange value must not become another error
+        return f"a {type(value).__name__}"
 
 
 def _jsonable(value: Any) -> Any:

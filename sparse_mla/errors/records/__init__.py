@@ -14,6 +14,7 @@ from . import (
     general_shapes,
     helpers,
     jit,
+    jit_cache,
     prefill_arguments,
     prefill_geometry,
     prefill_shapes,
@@ -32,6 +33,7 @@ FAMILIES = (
     helpers,
     dispatch,
     jit,
+    jit_cache,
     files,
 )
 

@@ -5,6 +5,21 @@ from __future__ import annotations
 STRICT = "sparse_mla_q8kv8_prefill_fwd"
 GENERAL = "sparse_mla_prefill"
 
+KERNEL = """\
+import os
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+from sparse_mla.jit import Variant, compile_variant, load
+
+root = Path(tempfile.mkdtemp())
+(root / "one.cu").write_text('extern "C" __global__ void one(float* x) { x[0] = 1.0f; }')
+variant = Variant(name="one", source="one.cu", entry="one", root=root)
+cache = root / "cache"
+use_cache = mock.patch.dict(os.environ, {"SPARSE_MLA_CACHE_DIR": str(cache)})
+"""
+
 
 def strict(
     *extra: str,

@@ -201,8 +201,8 @@ RECORDS = (
     ErrorRecord(
         id="nan-in-input",
         exception=ContractError,
-        title="An input that takes part in the result holds NaN or infinity",
-        message="{name} row {row} holds NaN or Inf ({count} such rows)",
+        title="An input that takes part in the result holds NaN",
+        message="{name} row {row} holds NaN ({count} such rows)",
         detail=(
             "It reaches the output of every query that reads it; rows that no valid slot selects"
             " are not looked at."
@@ -211,7 +211,7 @@ RECORDS = (
             "find who wrote row {row} of {name}: uninitialised memory, an overflow before"
             " quantisation, or other bytes read as FP8."
         ),
-        yours="Row {row} of your {name} holds NaN or infinity; {count} rows do.",
+        yours="Row {row} of your {name} holds NaN; {count} rows do.",
         meaning=(
             "In e4m3fn the bytes 0x7f and 0xff are NaN, and there is no infinity. Such bytes come"
             " from a cast without clamping, or from memory that holds something else than e4m3fn"

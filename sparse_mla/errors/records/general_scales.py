@@ -248,7 +248,8 @@ RECORDS = (
         foreign=(
             (
                 r"(?P<name>\w{0,40}scale\w{0,40}) (?:must|should) be (?:strictly )?"
-                r"(?:positive|finite|greater than (?:0|zero)|> ?0)(?:.{0,80}?\bgot (?P<value>\S{1,60}))?"
+                r"(?:positive|finite|greater than (?:0|zero)|> ?0)"
+                r"(?:.{0,80}?\bgot (?P<value>\S{1,60}))?"
             ),
         ),
     ),

@@ -44,10 +44,46 @@ RECORDS = (
         ),
         before=_QUANTIZE + "x, scale = quantize_fp8(torch.arange(576).reshape(1, 576))\n",
         after=_QUANTIZE + "x, scale = quantize_fp8(torch.arange(576).reshape(1, 576).float())\n",
-        related=("quantize-scale", "not-e4m3fn", "nan-in-input"),
+        related=("quantize-scale", "quantize-per", "not-e4m3fn", "nan-in-input"),
         operators=("quantize_fp8",),
         since="0.1.0",
         symptoms=("quantise twice", "integer tensor", "empty tensor", "uint8 cache"),
+    ),
+    ErrorRecord(
+        id="quantize-per",
+        exception=ContractError,
+        title="quantize_fp8 was asked for a scale per something unknown",
+        message='per must be "tensor", "token" or "token-head", got {per}',
+        detail="per says what shares one scale: the tensor, one token, or one row of a token.",
+        fix='pass per="tensor" for the strict operator, or per="token" for one scale a cached row.',
+        yours="Your call asked for per={per}.",
+        meaning=(
+            "The operators take one scale per tensor, and the general operator also one per token"
+            " or, for queries, per token and head. Scales per block of columns or per channel have"
+            " no place in their formula, so they are not made here."
+        ),
+        trigger="`per` is none of the three names",
+        situations=(
+            "Another library's name was used: per_tensor, channel, block, row.",
+            "A positional argument that other quantisers take, such as a block size, landed here.",
+            "The KV-cache layouts with scales inside the row were meant; those are in"
+            " sparse_mla.kv_cache.",
+        ),
+        solutions=(
+            Solution(
+                "One scale for each cached row.", 'kv, kv_scale = quantize_fp8(kv, per="token")'
+            ),
+            Solution(
+                "One scale for each token and head of a query.",
+                'q, q_scale = quantize_fp8(q, per="token-head")',
+            ),
+        ),
+        before=_QUANTIZE + 'x, scale = quantize_fp8(torch.randn(4, 576), per="block")\n',
+        after=_QUANTIZE + 'x, scale = quantize_fp8(torch.randn(4, 576), per="token")\n',
+        related=("quantize-input", "quantize-scale"),
+        operators=("quantize_fp8",),
+        since="0.1.0",
+        symptoms=("per_tensor", "per channel", "blockwise", "block size", "per head", "rowwise"),
     ),
     ErrorRecord(
         id="quantize-scale",
@@ -88,7 +124,12 @@ RECORDS = (
         ),
         before=_QUANTIZE + "x, scale = quantize_fp8(torch.randn(4, 576), scale=0.0)\n",
         after=_QUANTIZE + "x, scale = quantize_fp8(torch.randn(4, 576), scale=0.01)\n",
-        related=("quantize-input", "scale-not-positive-number", "scale-data-invalid"),
+        related=(
+            "quantize-input",
+            "quantize-per",
+            "scale-not-positive-number",
+            "scale-data-invalid",
+        ),
         operators=("quantize_fp8",),
         since="0.1.0",
         symptoms=("amax 0", "reciprocal scale", "calibration", "inverse scale"),

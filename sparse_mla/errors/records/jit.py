@@ -1,44 +1,12 @@
-"""Compiling, caching, loading and launching kernels."""
+"""Compiling, loading and launching kernels."""
 
 from __future__ import annotations
 
 from ..record import BackendError, ErrorRecord, Solution
+from ._programs import GENERAL, KERNEL, STRICT
 
 SINCE = "0.1.0"
-
-_KERNEL = """\
-import os
-import tempfile
-from pathlib import Path
-from unittest import mock
-
-from sparse_mla.jit import Variant, compile_variant, load
-
-root = Path(tempfile.mkdtemp())
-(root / "one.cu").write_text('extern "C" __global__ void one(float* x) { x[0] = 1.0f; }')
-variant = Variant(name="one", source="one.cu", entry="one", root=root)
-cache = root / "cache"
-use_cache = mock.patch.dict(os.environ, {"SPARSE_MLA_CACHE_DIR": str(cache)})
-"""
-
-_WARN = (
-    _KERNEL
-    + """\
-import warnings
-from sparse_mla.jit_cache import KernelCacheWarning
-
-
-def compile_strictly():
-    with use_cache, warnings.catch_warnings():
-        warnings.simplefilter("error")  # make the warning an exception
-        try:
-            compile_variant(variant)
-        except KernelCacheWarning as warning:
-            raise warning.cause
-
-
-"""
-)
+OPERATORS = (STRICT, GENERAL)
 
 RECORDS: tuple[ErrorRecord, ...] = (
     ErrorRecord(
@@ -51,6 +19,7 @@ RECORDS: tuple[ErrorRecord, ...] = (
             "comes from pip and needs no CUDA toolkit."
         ),
         fix="pip install 'sparse-mla[cuda]'; or run on the CPU, which needs no compiler.",
+        yours="NVRTC could not be used: {reason}.",
         meaning=(
             "The Hopper kernels are shipped as CUDA C++ and compiled once on the user's "
             "machine by NVRTC, which is reached through the package cuda-bindings. The "
@@ -75,7 +44,7 @@ RECORDS: tuple[ErrorRecord, ...] = (
             Solution("See what this machine can run.", "sparse-mla doctor"),
             Solution("Use another backend.", "SPARSE_MLA_BACKEND=reference python serve.py"),
         ),
-        before=_KERNEL
+        before=KERNEL
         + """\
 import sys
 # As on a machine without the package cuda-bindings.
@@ -83,13 +52,13 @@ missing = {"cuda.bindings": None, "cuda.bindings.nvrtc": None}
 with use_cache, mock.patch.dict(sys.modules, missing):
     compile_variant(variant)
 """,
-        after=_KERNEL
+        after=KERNEL
         + """\
 with use_cache:
     compile_variant(variant)
 """,
-        related=("cuda-driver-missing", "kernel-compile-failed"),
-        operators=(),
+        related=("cuda-driver-missing", "kernel-compile-failed", "slow-backend"),
+        operators=OPERATORS,
         since=SINCE,
         symptoms=(
             "libnvrtc.so not found",
@@ -118,6 +87,7 @@ with use_cache:
             "install the NVIDIA driver, or start the container with its GPUs (docker run "
             "--gpus all)."
         ),
+        yours="The CUDA driver could not be used: {reason}.",
         meaning=(
             "libcuda.so.1 comes with the NVIDIA driver, never with pip. It could not be "
             "opened, or it found no GPU, or it could not be initialised in this process."
@@ -160,7 +130,7 @@ from sparse_mla import jit
 print(jit.available() or "kernels can be compiled and loaded here")
 """,
         related=("nvrtc-missing", "kernel-load-failed"),
-        operators=(),
+        operators=OPERATORS,
         since=SINCE,
         symptoms=("libcuda.so.1: cannot open shared object file", "no CUDA-capable device"),
         foreign=(
@@ -179,6 +149,7 @@ print(jit.available() or "kernels can be compiled and loaded here")
             "for a kernel of this package, install the compiler it was tested with (pip "
             "install -U 'sparse-mla[cuda]') and report what it said."
         ),
+        yours="The kernel {kernel} did not compile for {arch}; the first error is {first}.",
         meaning=(
             "NVRTC refused a kernel's source or options. The kernels of a release compile "
             "with every NVRTC that the extra `cuda` admits, so either the compiler is an "
@@ -201,19 +172,19 @@ print(jit.available() or "kernels can be compiled and loaded here")
                 "Use another backend meanwhile.", "SPARSE_MLA_BACKEND=reference python serve.py"
             ),
         ),
-        before=_KERNEL
+        before=KERNEL
         + """\
 (root / "one.cu").write_text('extern "C" __global__ void one(float* x) { x[0] = undefined; }')
 with use_cache:
     compile_variant(variant)
 """,
-        after=_KERNEL
+        after=KERNEL
         + """\
 with use_cache:
     compile_variant(variant)
 """,
         related=("nvrtc-missing", "kernel-load-failed"),
-        operators=(),
+        operators=OPERATORS,
         since=SINCE,
         symptoms=(
             "NVRTC_ERROR_COMPILATION",
@@ -234,6 +205,7 @@ with use_cache:
         message="kernel {kernel} could not be loaded on {device}: {reason}",
         detail="It was compiled for {arch}; {device} has compute capability {capability}.",
         fix="use a GPU of that architecture, or a driver that knows it (580 or newer for CUDA 13).",
+        yours="The kernel {kernel} did not load on {device}: {reason}.",
         meaning=(
             "The kernel is compiled for one architecture and runs on that one only: sm_90a is"
             " compute capability 9.0 (H100, H200, H20, GH200). Where the architecture fits, "
@@ -260,18 +232,23 @@ with use_cache:
             Solution("Check the driver's version.", "nvidia-smi"),
             Solution("Find an earlier crash.", "CUDA_LAUNCH_BLOCKING=1 python serve.py"),
         ),
-        before=_KERNEL
+        before=KERNEL
         + """\
 with use_cache:
     load(variant, 0, arch="sm_80")  # on a Hopper GPU
 """,
-        after=_KERNEL
+        after=KERNEL
         + """\
 with use_cache:
     load(variant, 0, arch="sm_90a")
 """,
-        related=("kernel-compile-failed", "kernel-launch-failed", "cuda-driver-missing"),
-        operators=(),
+        related=(
+            "kernel-compile-failed",
+            "kernel-launch-failed",
+            "cuda-driver-missing",
+            "backend-refused",
+        ),
+        operators=OPERATORS,
         since=SINCE,
         symptoms=("no kernel image is available for execution on the device",),
         foreign=(
@@ -290,6 +267,7 @@ with use_cache:
             "The launch had grid {grid}, block {block} and {smem} bytes of dynamic shared memory."
         ),
         fix="look for an earlier crash first: run once with CUDA_LAUNCH_BLOCKING=1.",
+        yours="The kernel {kernel} did not start on {device}: {reason}.",
         meaning=(
             "The driver refused a launch. It also reports here what went wrong in kernels "
             "that were launched before, by anyone in this process: CUDA_ERROR_ILLEGAL_ADDRESS"
@@ -309,7 +287,7 @@ with use_cache:
                 "SPARSE_MLA_DUMP=calls python serve.py",
             ),
         ),
-        before=_KERNEL
+        before=KERNEL
         + """\
 import ctypes
 import torch
@@ -322,7 +300,7 @@ stream = torch.cuda.current_stream().cuda_stream
 # A block has at most 1024 threads.
 kernel.launch((1, 1, 1), (2048, 1, 1), 0, stream, ctypes.addressof(parameters))
 """,
-        after=_KERNEL
+        after=KERNEL
         + """\
 import ctypes
 import torch
@@ -335,154 +313,10 @@ stream = torch.cuda.current_stream().cuda_stream
 kernel.launch((1, 1, 1), (1, 1, 1), 0, stream, ctypes.addressof(parameters))
 """,
         related=("kernel-load-failed",),
-        operators=(),
+        operators=OPERATORS,
         since=SINCE,
         symptoms=("an illegal memory access was encountered", "invalid resource handle"),
         foreign=(r"CUDA_ERROR_ILLEGAL_ADDRESS", r"CUDA_ERROR_LAUNCH_(FAILED|OUT_OF_RESOURCES)"),
         needs=("cuda", "hopper", "nvrtc"),
-    ),
-    ErrorRecord(
-        id="cache-unwritable",
-        exception=BackendError,
-        title="Compiled kernels cannot be kept",
-        message="the kernel cache cannot be written at {path}: {reason}",
-        detail=(
-            "The kernels are compiled again, about a second each, in every process that uses "
-            "them. Results are the same."
-        ),
-        fix="set SPARSE_MLA_CACHE_DIR to a directory of your own that can be written.",
-        meaning=(
-            "A warning, not a failure, given once in a process. Compiled kernels are kept on "
-            "disk so that only the first process pays for compiling. They could not be "
-            "written."
-        ),
-        trigger="a directory cannot be made, or a file in it cannot be written or renamed.",
-        situations=(
-            "The home directory is read-only or missing, as in many containers.",
-            "The disk is full, or a quota is used up.",
-            "SPARSE_MLA_CACHE_DIR names a file.",
-        ),
-        solutions=(
-            Solution(
-                "Choose another directory.", "export SPARSE_MLA_CACHE_DIR=/scratch/$USER/sparse-mla"
-            ),
-            Solution(
-                "Silence the warning where compiling each time is fine.",
-                (
-                    "warnings.filterwarnings('ignore', "
-                    "category=sparse_mla.jit_cache.KernelCacheWarning)"
-                ),
-            ),
-        ),
-        before=_WARN
-        + """\
-cache.write_text("a file, not a directory")
-compile_strictly()
-""",
-        after=_WARN
-        + """\
-compile_strictly()  # makes the directory
-""",
-        related=("cache-untrusted", "cache-corrupt"),
-        operators=(),
-        since=SINCE,
-        symptoms=(
-            "Read-only file system",
-            "Permission denied: ~/.cache",
-            "No space left on device",
-        ),
-        needs=("nvrtc",),
-    ),
-    ErrorRecord(
-        id="cache-untrusted",
-        exception=BackendError,
-        title="Another user could have filled the kernel cache",
-        message="the kernel cache at {path} is not used: {reason}",
-        detail=(
-            "A cached kernel is code that runs with your data, so it is read only from what "
-            "belongs to you and what others cannot write."
-        ),
-        fix="set SPARSE_MLA_CACHE_DIR to a directory of your own, or run chmod o-w on this one.",
-        meaning=(
-            "A warning, not a failure, given once in a process. The cache's directory or one "
-            "of its files belongs to another user or may be written by everybody, so somebody"
-            " else could have put a kernel there. Nothing is read from it and nothing is "
-            "written to it; kernels are compiled in memory."
-        ),
-        trigger=(
-            "the owner of the directory or file is not the effective user, or its mode lets "
-            "everybody write."
-        ),
-        situations=(
-            "SPARSE_MLA_CACHE_DIR is a shared directory, such as /tmp.",
-            (
-                "A container runs as root with a user's home directory mounted, or the other way "
-                "round."
-            ),
-        ),
-        solutions=(
-            Solution(
-                "Choose a directory of your own.",
-                "export SPARSE_MLA_CACHE_DIR=$HOME/.cache/sparse-mla",
-            ),
-            Solution("Take the permission away.", "chmod o-w DIRECTORY"),
-        ),
-        before=_WARN
-        + """\
-cache.mkdir()
-cache.chmod(0o777)
-compile_strictly()
-""",
-        after=_WARN
-        + """\
-cache.mkdir()
-cache.chmod(0o700)
-compile_strictly()
-""",
-        related=("cache-unwritable", "cache-corrupt"),
-        operators=(),
-        since=SINCE,
-        needs=("nvrtc",),
-    ),
-    ErrorRecord(
-        id="cache-corrupt",
-        exception=BackendError,
-        title="A cached kernel was damaged and is compiled again",
-        message="the cached kernel {path} is damaged and is compiled again",
-        detail="Its {bytes} bytes do not have the hash that was stored with them.",
-        fix="nothing, unless it comes back: then check the disk, or delete the directory.",
-        meaning=(
-            "A warning, not a failure, given once for a file. Each cached kernel is stored "
-            "with a hash, which is checked before it is loaded. This one was cut short or "
-            "changed, so it was not loaded; it is compiled again and replaced."
-        ),
-        trigger="the stored hash does not match the contents of a file in the cache.",
-        situations=(
-            (
-                "The machine lost power or the disk filled up while files were being written or "
-                "copied."
-            ),
-            "The cache was copied from another machine and the copy is not complete.",
-        ),
-        solutions=(
-            Solution("Leave it: the file is replaced."),
-            Solution("Delete the cache; it is built again.", "rm -r ~/.cache/sparse-mla"),
-        ),
-        before=_WARN
-        + """\
-compile_strictly()
-(file,) = cache.iterdir()
-file.write_bytes(file.read_bytes()[:-1])
-compile_strictly()
-""",
-        after=_WARN
-        + """\
-compile_strictly()
-compile_strictly()  # from the cache
-""",
-        related=("cache-unwritable", "cache-untrusted"),
-        operators=(),
-        since=SINCE,
-        needs=("nvrtc",),
     ),
 )

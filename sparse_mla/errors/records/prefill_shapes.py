@@ -68,7 +68,7 @@ RECORDS = (
             "tuple from torch.topk",
         ),
         foreign=(
-            r"must be a CUDA tensor",
+            r"(?P<name>topk_indices_offset) must be a CUDA tensor",
             r"'NoneType' object has no attribute '(?:shape|dtype|stride|is_contiguous)'",
         ),
     ),

@@ -58,7 +58,7 @@ RECORDS = (
         symptoms=("cpu and cuda:0", "cuda:1", "offloaded cache", "same device", "meta tensor"),
         foreign=(
             r"Expected all tensors to be on the same device, but (?:found|got)",
-            r"(?P<name>topk_indices_offset|block_table|cache_seqlens) must be a CUDA tensor",
+            r"(?P<name>(?!topk_indices_offset)\w{1,40}) must be a CUDA tensor",
             r"(?P<name>\w{1,40})\.(?:is_cuda|device\(\)\.is_cuda\(\))",
             r"(?P<name>\w{1,40}) must be on (?:CUDA|GPU)",
         ),
@@ -121,7 +121,7 @@ RECORDS = (
             " torch.randn(300, 1, 576).to(torch.float8_e4m3fn)\nindices = torch.randint(0, 300, (4,"
             " 1, 128), dtype=torch.int32)\nscale = torch.ones(1)\nsm_scale = 192 ** -0.5\nout,"
             " max_logits, lse = sparse_mla_q8kv8_prefill_fwd(\n    q, kv, indices, sm_scale,"
-            " q_scale=q_scale.reshape(1), kv_scale=scale\n)\n"
+            " q_scale=q_scale, kv_scale=scale\n)\n"
         ),
         related=(
             "q-dtype-unsupported",
