@@ -101,17 +101,15 @@ def _nan_rows(problem: PrefillProblem) -> Iterator[SparseMLAError]:
     valid = _within_length(problem) & (indices >= 0) & (indices < problem.s_kv)
     selected = torch.zeros(problem.s_kv, dtype=torch.bool, device=indices.device)
     selected[indices[valid].to(torch.int64)] = True
-    for name, tensor, rows in (
-        ("q", problem.q, queries),
-        ("kv", problem.kv_rows, selected.nonzero()[:, 0]),
-    ):
-        bad = _rows_with_nan(tensor, rows)
+    found = [
+        ("q", _rows_with_nan(problem.q, queries)),
+        ("kv", _rows_with_nan(problem.kv_rows, selected.nonzero()[:, 0])),
+    ]
+    if problem.attn_sink is not None:
+        found.append(("attn_sink", torch.isnan(problem.attn_sink).nonzero()[:, 0]))
+    for name, bad in found:
         if len(bad):
             yield error("nan-in-input", name=name, row=int(bad[0]), count=len(bad))
-    if problem.attn_sink is not None:
-        bad = torch.isnan(problem.attn_sink).nonzero()
-        if len(bad):
-            yield error("nan-in-input", name="attn_sink", row=int(bad[0, 0]), count=len(bad))
 
 
 def _rows_with_nan(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
