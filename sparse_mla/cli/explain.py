@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 
@@ -70,13 +70,17 @@ def _pasted(text: Sequence[str] | None) -> str:
     words = " ".join(text or ())
     if words.strip() not in ("", "-"):
         return words
-    if not words.strip() and sys.stdin.isatty():
+    if not words.strip() and _is_terminal(sys.stdin):
         raise typer.BadParameter("give an id or a message, or --all, or --search WORDS")
     data = sys.stdin.buffer.read(_MOST_BYTES)
     pasted = data.decode("utf-8", "replace")
     if not pasted.strip():
         raise typer.BadParameter("standard input is empty; give an id or a message, or --all")
     return pasted
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    return stream.isatty()
 
 
 def _as_data(matches: Sequence[Match]) -> dict[str, Any]:
@@ -136,7 +140,7 @@ def _show(matches: Sequence[Match]) -> None:
     record = page["record"]
     pen = _Pen()
     pen.line(f"{record['id']}: {record['title']}", "bold")
-    pen.line(f"{record['type']}: {record['message']}", "red")
+    pen.line(f"{record['type']}: {page['message']}", "red")
     for sentence in (page["yours"], page["detail"]):
         pen.part("", sentence)
     pen.part("What it means", record["meaning"])
