@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "quantize",
         "merge",
     },
-    "interface": {"ops", "checks", "dispatch", "params", "quantize", "errors", "environment"},
+    "interface": {"ops", "checks", "dispatch", "params", "quantize", "merge", "errors"},
     "": {"interface", "ops", "quantize", "merge", "kv_cache", "errors", "version"},
 }
 ANYTHING = {"testing", "cli"}
