@@ -1,4 +1,4 @@
-"""``sparse_mla_prefill``: what it accepts, and that it means the formula whichever way it is asked."""
+"""``sparse_mla_prefill``: what it accepts, and the same formula whichever way it is asked."""
 
 from __future__ import annotations
 
