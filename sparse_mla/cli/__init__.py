@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,15 +47,16 @@ def build() -> typer.Typer:
         """FP8 sparse MLA attention for DeepSeek sparse attention models."""
 
     for function in (demo, run, check, doctor, explain):
-        app.command(help=_help(function))(function)
+        text = inspect.cleandoc(function.__doc__ or "")
+        app.command(help=_with_lines(text), short_help=text.partition("\n")[0])(function)
     return app
 
 
-def _help(command: Callable[..., None]) -> str:
-    """A command's docstring, its examples marked as lines that are not to be joined."""
-    return inspect.cleandoc(command.__doc__ or "").replace("\n\nExamples:", "\n\n\b\nExamples:")
+def _with_lines(text: str) -> str:
+    """A command's help, its examples marked as lines that are not to be joined."""
+    return text.replace("\n\nExamples:", "\n\n\b\nExamples:")
 
 
 def main() -> None:
     """Run the command line and exit."""
-    build()()
+    build()(prog_name="sparse-mla")

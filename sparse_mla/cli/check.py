@@ -95,8 +95,9 @@ def _counts(call: Call) -> list[str]:
     if empty:
         found.append(f"{empty} of {len(usable)} queries select nothing: out 0, lse +inf")
     twice = (usable[:, 1:] == usable[:, :-1]) & (usable[:, 1:] >= 0)
-    if int(twice.sum()):
-        found.append(f"{int(twice.any(dim=1).sum())} queries select a row twice: it counts twice")
+    repeating = int(twice.any(dim=1).sum())
+    if repeating:
+        found.append(f"{repeating} of {len(usable)} queries select a row twice: it counts twice")
     return found
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..params import D_QK_SUPPORTED, D_V
 from .terminal import (
     FAULT,
     Backend,
@@ -75,6 +76,8 @@ def demo(
         place = chosen_device(device)
         if s_q > s_kv:
             raise usage(f"{s_q} queries do not fit into {s_kv} cached tokens", "--s-q")
+        if d_qk not in D_QK_SUPPORTED:
+            raise usage(f"{d_qk} columns are not supported; 512 or 576 are", "--d-qk")
         if plot is not None:
             _require_plot(plot)
         report: dict[str, Any] = {"ok": True}
@@ -222,7 +225,7 @@ def _chunk(
         chunk=chunk,
         backend=name,
         seconds=seconds,
-        flop=2 * int((chunk.indices >= 0).sum()) * sizes.h_q * (sizes.d_qk + 512),
+        flop=2 * int((chunk.indices >= 0).sum()) * sizes.h_q * (sizes.d_qk + D_V),
         comparison=comparison,
         row_errors=(difference / want["out"].double().norm(dim=-1)).cpu(),
         queries=queries,
