@@ -59,7 +59,6 @@ FLOAT32_ROUNDING = 5e-6  # relative L2 of the worst row; eager float32 attention
 # A word or a part of one, at most five letters, with the space before it; anything else one by one.
 TOKEN = re.compile(r" ?[A-Za-z]{1,5}|.", re.DOTALL)
 
-
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Eager attention's output [1, chunk, h_q, 128] and its weights."""
 
@@ -72,9 +71,7 @@ class Recorder:
     latents: list[torch.Tensor] = field(default_factory=list)  # [chunk, 512] after kv_a_layernorm
     queries: list[torch.Tensor] = field(default_factory=list)  # [chunk, h_q, 192], rope applied
     selected: list[torch.Tensor] = field(default_factory=list)  # [chunk, <= topk] by the indexer
-    outputs: list[torch.Tensor] = field(
-        default_factory=list
-    )  # [chunk, h_q, 128] of eager attention
+    outputs: list[torch.Tensor] = field(default_factory=list)  # [chunk, h_q, 128], eager
     rotated_keys: torch.Tensor | None = None  # [s_kv, 64], rope applied, one for all heads
     scaling: float = 0.0
 
@@ -254,8 +251,8 @@ def quantised_call(
     """The FP8 call and its results by the reference; prints what FP8 costs here."""
     q, q_scale = quantize_fp8(captured.q)
     kv, kv_scale = quantize_fp8(captured.kv[:, None])
-    scales = (q_scale.reshape(1), kv_scale.reshape(1))
-    inputs = Inputs(q, kv, captured.indices[:, None].contiguous(), captured.sm_scale, *scales)
+    indices = captured.indices[:, None]
+    inputs = Inputs(q, kv, indices, captured.sm_scale, q_scale, kv_scale)
     problem = make_problem(inputs)
     reference.run(problem)
 
