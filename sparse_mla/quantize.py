@@ -100,7 +100,8 @@ def _largest(x: torch.Tensor, per: Per) -> torch.Tensor:
 
 
 def _finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isfinite(), x.abs(), 0.0).to(torch.float32)
+    largest = torch.finfo(torch.float32).max
+    return torch.where(x.isfinite(), x.abs(), 0.0).to(torch.float32).clamp(max=largest)
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:

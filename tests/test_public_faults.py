@@ -382,7 +382,14 @@ def test_a_duplicate_counts_as_often_as_it_appears(backend: str) -> None:
     kv, q = torch.ones(2, 576), torch.zeros(1, 2, 576)
     kv[1] = 3
     out, _, lse = sparse_mla_prefill(
-        q.to(E4M3), kv.to(E4M3), rows([0, 1, 1, 1]), 1.0, ONE, ONE, backend=backend, return_stats=True
+        q.to(E4M3),
+        kv.to(E4M3),
+        rows([0, 1, 1, 1]),
+        1.0,
+        ONE,
+        ONE,
+        backend=backend,
+        return_stats=True,
     )
     assert torch.equal(out, torch.full_like(out, 2.5))
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(4)))

@@ -1,4 +1,4 @@
-"""The reference against the formula written a second time, slot by slot, in plain Python numbers."""
+"""The reference against the formula written a second time, slot by slot, in Python numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def solve(inputs: Inputs) -> PrefillProblem:
 
 
 def row_by_hand(inputs: Inputs, t: int, h: int, columns: int) -> tuple[list[float], float, float]:
-    """SPEC's formula for one row: sums of Python floats over the valid slots, one after the other."""
+    """The formula for one row: sums of Python floats over the valid slots, one by one."""
 
     def scale(x: torch.Tensor | None, *place: int) -> float:
         if x is None:
@@ -50,7 +50,9 @@ def row_by_hand(inputs: Inputs, t: int, h: int, columns: int) -> tuple[list[floa
             continue
         row = [float(x) for x in inputs.kv[i, 0]]
         factor = scale(inputs.q_scale, t, h) * scale(inputs.kv_scale, i)
-        logits.append(inputs.sm_scale * factor * math.fsum(a * b for a, b in zip(q, row, strict=True)))
+        logits.append(
+            inputs.sm_scale * factor * math.fsum(a * b for a, b in zip(q, row, strict=True))
+        )
         values.append([scale(inputs.kv_scale, i) * x for x in row[:columns]])
     if not logits:
         return [0.0] * columns, -math.inf, math.inf
@@ -69,7 +71,16 @@ def row_by_hand(inputs: Inputs, t: int, h: int, columns: int) -> tuple[list[floa
 @pytest.mark.parametrize("d_qk", [512, 576])
 def test_it_is_the_formula(scales: Any, pattern: Any, d_qk: int) -> None:
     case = Case(
-        "by-hand", 4, 12, 3, d_qk, topk=9, pattern=pattern, lengths="ragged", sink="normal", scales=scales
+        "by-hand",
+        4,
+        12,
+        3,
+        d_qk,
+        topk=9,
+        pattern=pattern,
+        lengths="ragged",
+        sink="normal",
+        scales=scales,
     )
     inputs = make_inputs(case, seed=5)
     problem = make_problem(inputs)

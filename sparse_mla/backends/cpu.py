@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..params import D_V
-from .cpu_table import CHUNK_SLOTS, EXTRA, FLOAT8, RowTable, convert, split, take, usable
+from .cpu_table import EXTRA, FLOAT8, RowTable, convert, split, take, usable
 
 if TYPE_CHECKING:
     from ..params import PrefillProblem
@@ -64,7 +64,7 @@ def run(problem: PrefillProblem) -> None:
         dtype = compute_dtype(problem)
         table = RowTable(problem, dtype)
         attention = _Attention(problem, dtype)
-        step = max(1, min(CHUNK_SLOTS, table.chunk_slots) // problem.topk)
+        step = max(1, table.chunk_slots // problem.topk)
         for start in range(0, problem.s_q, step):
             queries = torch.arange(start, min(start + step, problem.s_q))
             slots, counts = _valid_slots(problem, queries)

@@ -34,7 +34,7 @@ class RowTable:
         self.dtype = dtype
         most = max(TABLE_BYTES // (self.width * dtype.itemsize), problem.topk + 1)
         self.whole = problem.s_kv < most
-        self.chunk_slots = CHUNK_SLOTS if self.whole else most - 1
+        self.chunk_slots = CHUNK_SLOTS if self.whole else min(CHUNK_SLOTS, most - 1)
         self.scale: torch.Tensor | None = (
             None  # float32 per table row, where each token has its own
         )

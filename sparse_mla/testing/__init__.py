@@ -15,13 +15,15 @@ from .cases import (
     make_inputs,
     make_problem,
 )
-from .compare import EXACT, Errors, Tolerance, compare, expected, measure
+from .compare import CPU_BFLOAT16, CPU_FLOAT32, EXACT, Errors, Tolerance, compare, expected, measure
 from .emulation import fp8_p_emulation
 from .poison import Guarded, guarded_like, poison_unselected, poisoned_
 
 __all__ = [
     "ACCURACY_CASES",
     "CASES",
+    "CPU_BFLOAT16",
+    "CPU_FLOAT32",
     "EXACT",
     "VALUE_ONE_CASES",
     "Case",

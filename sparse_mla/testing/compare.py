@@ -23,6 +23,12 @@ class Tolerance:
 EXACT = Tolerance(out=0.003, absolute=1e-5, relative=1e-6)
 """Nothing but the bfloat16 rounding of ``out`` and the float32 rounding of the rest."""
 
+CPU_FLOAT32 = Tolerance(out=0.003, absolute=2e-5, relative=2e-6)
+"""The ``cpu`` backend in float32: sums in another precision, nothing else."""
+
+CPU_BFLOAT16 = Tolerance(out=0.012, absolute=2e-3, relative=2e-3)
+"""The ``cpu`` backend in bfloat16: logits and probabilities of 8 bits, ``out`` rounded twice."""
+
 
 @dataclass(frozen=True)
 class Errors:
