@@ -155,8 +155,6 @@ def test_search_without_a_result_exits_2() -> None:
 
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J[bold red]x[/bold red] [link=http://x]y[/] {0.__class__} \u202e"
-    "\x1b]0;owned\x07\x1b[2J[bold red]x[/bold red] [link=http://x]y[/link] {0.__class__} \u202e"
-)
 
 
 @pytest.mark.parametrize(
