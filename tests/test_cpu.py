@@ -135,7 +135,7 @@ def test_short_queries_share_products(tolerance: Tolerance) -> None:
     _, counts = cpu._valid_slots(problem, torch.arange(400))
     batches = list(cpu._batches(counts, 4))
     assert len(batches) < 20
-    members = torch.cat([group for group, _ in batches]).sort().values
+    members = torch.cat([torch.arange(400)[group] for group, _ in batches]).sort().values
     assert torch.equal(members, counts.nonzero().view(-1))
 
 

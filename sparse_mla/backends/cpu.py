@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from ..params import D_V
-from .cpu_table import EXTRA, FLOAT8, RowTable, convert, split, take, usable
+from .cpu_table import EXTRA, FLOAT8, Rows, RowTable, convert, split, take, usable
 
 if TYPE_CHECKING:
     from ..params import PrefillProblem
@@ -70,8 +70,11 @@ def run(problem: PrefillProblem) -> None:
             slots, counts = _valid_slots(problem, queries)
             slots = table.prepare(slots)
             _write_empty(problem, queries[counts == 0])
+            log_counts = counts.log()
             for group, width in _batches(counts, problem.h_q):
-                attention.attend(queries[group], slots[group, :width], counts[group], table)
+                attention.attend(
+                    _shifted(group, start), slots[group, :width], log_counts[group], table
+                )
 
 
 def compute_dtype(problem: PrefillProblem) -> torch.dtype:
@@ -116,7 +119,7 @@ class _Batch(NamedTuple):
     rows: torch.Tensor  # [n, slots, d_qk + 32], compute dtype
     scale: torch.Tensor  # float32 [n, h_q]: logit = scale * row_scale * dot
     row_scale: torch.Tensor | None  # float32 [n, 1, slots], where each token has its own
-    counts: torch.Tensor  # int64 [n], valid slots, at least 1
+    log_counts: torch.Tensor  # float32 [n], ln of the number of valid slots
 
 
 class _Attention:
@@ -139,18 +142,16 @@ class _Attention:
         self.scale = scale.expand(problem.s_q, problem.h_q)
 
     def attend(
-        self, tokens: torch.Tensor, slots: torch.Tensor, counts: torch.Tensor, table: RowTable
+        self, queries: Rows, slots: torch.Tensor, log_counts: torch.Tensor, table: RowTable
     ) -> None:
-        """Write the results of queries ``tokens``, which read table rows ``slots`` [n, width]."""
+        """Write the results of ``queries``, which read table rows ``slots`` [n, width]."""
         n, width = slots.shape
-        first, last = int(tokens[0]), int(tokens[-1])
-        queries = slice(first, last + 1) if last - first == n - 1 else tokens
         places = slots.reshape(-1)
         rows = self._buffer("rows", self.dtype, n * width, table.width)
         torch.index_select(table.rows, 0, places, out=rows)
         row_scale = None if table.scale is None else table.scale[places].view(n, 1, width)
         rows = rows.view(n, width, -1)
-        batch = _Batch(self._queries(queries, n), rows, self.scale[queries], row_scale, counts)
+        batch = _Batch(self._queries(queries, n), rows, self.scale[queries], row_scale, log_counts)
         centre = torch.zeros_like(batch.scale)
         if self.predicted is not None:
             centre += self.predicted
@@ -165,7 +166,7 @@ class _Attention:
         self.problem.lse[queries] = lse
         self._write_out(queries, batch, scores.p, lse)
 
-    def _queries(self, queries: slice | torch.Tensor, n: int) -> torch.Tensor:
+    def _queries(self, queries: Rows, n: int) -> torch.Tensor:
         """[n, h_q, d_qk + 32] in the compute dtype, the centre's columns to be set."""
         d_qk, h_q = self.problem.d_qk, self.problem.h_q
         buffer = self.buffers.get("q")
@@ -184,7 +185,7 @@ class _Attention:
         logits, at most ln(count). Each attempt divides the distance that is left by 100 or more.
         """
         scores = self._scores(batch, self._set_centre(batch, centre), attempt)
-        spread = batch.counts.log()[:, None] - scores.log_total
+        spread = batch.log_counts[:, None] - scores.log_total
         distance = scores.max - spread / 6
         scores = scores._replace(target=scores.centre + distance)
         far = distance.abs_() > spread.div_(3).add_(0.25)
@@ -243,9 +244,7 @@ class _Attention:
         # The largest probability is exp(0) / total.
         return _Scores(p, logits.amax(dim=-1), -p.amax(dim=-1).log(), centre, centre)
 
-    def _write_out(
-        self, queries: slice | torch.Tensor, batch: _Batch, p: torch.Tensor, lse: torch.Tensor
-    ) -> None:
+    def _write_out(self, queries: Rows, batch: _Batch, p: torch.Tensor, lse: torch.Tensor) -> None:
         """Write ``out``: (p rounded) @ V, over the sum of what was rounded, scaled for the sink."""
         row_scale, sink = batch.row_scale, self.problem.attn_sink
         if row_scale is not None:
@@ -300,7 +299,7 @@ def _padded(count: int) -> int:
     return 16 if count <= 16 else 32 if count <= 32 else -(-count // 64) * 64
 
 
-def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[torch.Tensor, int]]:
+def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[Rows, int]]:
     """Positions of queries that are computed together, and their width; no query without slots."""
     widths = torch.where(counts > 32, (counts + 63) // 64 * 64, torch.where(counts > 16, 32, 16))
     widths[counts == 0] = 0
@@ -308,7 +307,12 @@ def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[torch.Tensor, int
         if width:
             together = max(1, min(BATCH_SLOTS // width, BATCH_ROWS // h_q))
             for group in (widths == width).nonzero().view(-1).split(together):
-                yield group, width
+                first, last = int(group[0]), int(group[-1])
+                yield slice(first, last + 1) if last - first + 1 == len(group) else group, width
+
+
+def _shifted(rows: Rows, by: int) -> Rows:
+    return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
 
 
 def _write_empty(problem: PrefillProblem, queries: torch.Tensor) -> None:

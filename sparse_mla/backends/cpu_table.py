@@ -22,6 +22,9 @@ FILL_ROWS = 2048
 EXTRA = 32
 """Table columns beyond d_qk: 0 masks, 1 to 5 centre, the others are zero and keep rows aligned."""
 
+Rows = slice | torch.Tensor
+"""Which rows: a range, or their numbers."""
+
 FLOAT8 = torch.float8_e4m3fn
 
 
@@ -35,9 +38,7 @@ class RowTable:
         most = max(TABLE_BYTES // (self.width * dtype.itemsize), problem.topk + 1)
         self.whole = problem.s_kv < most
         self.chunk_slots = CHUNK_SLOTS if self.whole else min(CHUNK_SLOTS, most - 1)
-        self.scale: torch.Tensor | None = (
-            None  # float32 per table row, where each token has its own
-        )
+        self.scale: torch.Tensor | None = None  # float32 [rows], where each token has its own
         scale = problem.kv_scale
         self.token_scale = usable(scale) if scale is not None and scale.numel() != 1 else None
         self.rows = torch.empty(0, self.width, dtype=dtype)
@@ -101,11 +102,11 @@ def split(x: torch.Tensor, dtype: torch.dtype, parts: int) -> list[torch.Tensor]
     pieces = []
     for _ in range(parts):
         pieces.append(x.to(dtype))
-        x = x - pieces[-1].to(x.dtype)
+        x = x - pieces[-1]
     return pieces
 
 
-def take(x: torch.Tensor, rows: slice | torch.Tensor) -> torch.Tensor:
+def take(x: torch.Tensor, rows: Rows) -> torch.Tensor:
     """``x[rows]`` for any dtype, a view for a slice."""
     if isinstance(rows, slice) or x.dtype != FLOAT8:
         return x[rows]
