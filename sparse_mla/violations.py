@@ -183,7 +183,7 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
     latest_end, latest = 0, ""
     output_end, output = 0, ""  # the output that reaches furthest, and before it whatever does
     for start, end, name in spans:
-        if start == 0 or start == end:  # without memory, or empty
+        if start == 0:  # empty, or without memory
             continue
         if start < output_end:
             first, second = sorted((output, name), key=_NAMES.index)
@@ -198,13 +198,11 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one past the last, gaps included; nothing for an empty tensor."""
+    """First byte and the one past the last, gaps included; an empty tensor is at 0."""
     size = tensor.element_size()
     start = tensor.data_ptr()
     if tensor.is_contiguous():
         return start, start + tensor.numel() * size
-    if tensor.numel() == 0:
-        return 0, 0
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * size
 

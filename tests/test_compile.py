@@ -284,6 +284,17 @@ class TestFake:
             OPS.q8kv8_prefill(*call.values())
         assert caught.value.id == "d-v-unsupported"
 
+    @pytest.mark.parametrize("op", ["q8kv8_prefill_out", "prefill_out"])
+    def test_the_ops_that_write_check_while_traced(self, op: str) -> None:
+        call = on_meta(strict_inputs() if op.startswith("q8") else general_inputs())
+        given = on_meta(buffers(call))
+        more = () if op.startswith("q8") else ("auto",)
+        write = getattr(OPS, op)
+        assert write(*call.values(), *more, *given.values()) is None
+        given["lse"] = given["lse"].double()
+        with pytest.raises(ContractError, match="lse must have shape"):
+            write(*call.values(), *more, *given.values())
+
 
 def on_meta(call: dict[str, Any]) -> dict[str, Any]:
     return {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call.items()}

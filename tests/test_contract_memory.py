@@ -130,7 +130,7 @@ def test_a_strided_input_counts_with_its_gaps() -> None:
     )
     assert list(checks.prefill_violations(**call)) == []
     call["q"], call["indices"] = q[:2], torch.zeros(2, 1, dtype=torch.int32)
-    call["out"] = storage.view(-1)[576 : 576 + 1024].view(2, 1, 512)
+    call["out"] = storage.view(-1)[1300 : 1300 + 1024].view(2, 1, 512)
     assert [v.id for v in checks.prefill_violations(**call)] == ["outputs-overlap"]
 
 
@@ -166,6 +166,14 @@ def empty_outputs() -> dict[str, torch.Tensor]:
         "max_logits": torch.empty(0, 64),
         "lse": torch.empty(0, 64),
     }
+
+
+@pytest.mark.parametrize("output", OUTPUTS)
+def test_an_empty_cache_inside_an_outputs_memory_overlaps_nothing(output: str) -> None:
+    call = cut(layout())
+    rows = call[output].view(torch.uint8).view(-1)[64:64]
+    call["kv"] = rows.view(E4M3).view(0, 1, D_QK)
+    assert found(call) == []
 
 
 def test_no_queries_launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
