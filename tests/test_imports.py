@@ -284,7 +284,7 @@ print(json.dumps({
 
 
 def test_import_takes_less_than_0_3_s_beyond_torch():
-    seconds = [run_fresh(IMPORT_PROGRAM)["seconds"] for _ in range(5)]
+    seconds = [run_fresh(IMPORT_PROGRAM)["seconds"] for _ in range(3)]
     assert statistics.median(seconds) < 0.3, seconds
 
 
