@@ -235,11 +235,11 @@ def prefill_violations(
         yield from find.outputs(
             (out, max_logits, lse), device, s_q, h_q, inputs if compare_memory else None
         )
-    if sm_scale is not None:
+    if sm_scale is not None and (type(sm_scale) is not float or not 0.0 < sm_scale < _INF):
         yield from find.sm_scale(sm_scale)
     if torch.is_grad_enabled():
         for name, tensor in (("q", q), ("kv", kv), ("attn_sink", attn_sink)):
-            if isinstance(tensor, _Tensor) and tensor.requires_grad:
+            if tensor is not None and getattr(tensor, "requires_grad", False):
                 yield error("no-backward", name=name)
 
 
@@ -270,9 +270,10 @@ def _prefill_main_tensors(
         yield error("kv-dtype-unsupported", dtype=kv_dtype)
     elif kv_dtype is not E4M3 and q_dtype is E4M3:
         yield error("unquantised-kv-with-fp8-q", q_dtype=q_dtype, kv_dtype=kv_dtype)
-    yield from find.dense_last("q", q)
-    yield from find.dense_last("kv", kv)
-    yield from find.dense_last("indices", indices)
+    if not (q.is_contiguous() and kv.is_contiguous() and indices.is_contiguous()):
+        yield from find.dense_last("q", q)
+        yield from find.dense_last("kv", kv)
+        yield from find.dense_last("indices", indices)
     if d_qk != kv_d_qk and d_qk is not None and kv_d_qk is not None:
         yield find.d_qk_mismatch(d_qk, kv_d_qk)
     if h_q == 0:
@@ -305,10 +306,10 @@ def _prefill_scales(
     if q_scale is not None:
         yield from _scale_kind("q_scale", q_scale, device)
         if isinstance(q_scale, _Tensor) and s_q is not None:
-            shape = tuple(q_scale.shape)
-            fits = q_scale.numel() == 1 or shape in ((s_q,), (s_q, h_q))
-            if q_scale.dtype is not _FLOAT32 or not fits:
-                yield error("q-scale-shape", s_q=s_q, h_q=h_q, shape=shape, dtype=q_scale.dtype)
+            shape, dtype = tuple(q_scale.shape), q_scale.dtype
+            fits = q_scale.numel() == 1 or shape == (s_q,) or shape == (s_q, h_q)
+            if dtype is not _FLOAT32 or not fits:
+                yield error("q-scale-shape", s_q=s_q, h_q=h_q, shape=shape, dtype=dtype)
     elif q.dtype is E4M3:
         yield _scale_missing("q_scale", "q", q)
     if kv_scale is None:

@@ -93,7 +93,8 @@ def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
             raise error("backend-refused", backend=backend, reason=reason)
         return chosen
 
-    names = order(problem.q.device.type)
+    q = problem.q
+    names = order("cuda" if q.is_cuda else q.device.type)  # the first is a quarter of the price
     first = _loaded.get(names[0]) or load(names[0])
     reason = first.refusal(problem)
     if reason is None:

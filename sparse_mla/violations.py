@@ -98,10 +98,10 @@ def topk_length(tensor: Any, device: torch.device, s_q: int | None) -> Violation
         yield not_a_tensor("topk_length", tensor)
         return
     yield from place("topk_length", tensor, device)
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     if tensor.dtype is not torch.int32 or (s_q is not None and shape != (s_q,)):
         wanted = "s_q" if s_q is None else s_q
-        yield error("topk-length-invalid", s_q=wanted, shape=shape, dtype=tensor.dtype)
+        yield error("topk-length-invalid", s_q=wanted, shape=tuple(shape), dtype=tensor.dtype)
 
 
 def attn_sink(tensor: Any, device: torch.device, h_q: int | None) -> Violations:
@@ -110,10 +110,10 @@ def attn_sink(tensor: Any, device: torch.device, h_q: int | None) -> Violations:
         yield not_a_tensor("attn_sink", tensor)
         return
     yield from place("attn_sink", tensor, device)
-    shape = tuple(tensor.shape)
+    shape = tensor.shape
     if tensor.dtype is not torch.float32 or (h_q is not None and shape != (h_q,)):
         wanted = "h_q" if h_q is None else h_q
-        yield error("attn-sink-invalid", h_q=wanted, shape=shape, dtype=tensor.dtype)
+        yield error("attn-sink-invalid", h_q=wanted, shape=tuple(shape), dtype=tensor.dtype)
 
 
 def scale_invalid(name: str, scale: Any, device: torch.device) -> SparseMLAError:
@@ -147,23 +147,28 @@ def outputs(
 
     ``inputs`` in the order of the strict operator; ``None`` leaves the memory out.
     """
-    shapes = ((s_q, h_q, D_V), (s_q, h_q), (s_q, h_q))
-    dtypes = (torch.bfloat16, torch.float32, torch.float32)
-    for name, tensor, shape, dtype in zip(_NAMES, given, shapes, dtypes, strict=False):
+    out, max_logits, lse = given
+    stats = (s_q, h_q)
+    for name, tensor, shape, dtype in (
+        ("out", out, (s_q, h_q, D_V), torch.bfloat16),
+        ("max_logits", max_logits, stats, torch.float32),
+        ("lse", lse, stats, torch.float32),
+    ):
         if tensor is None:
             continue
         if not isinstance(tensor, _Tensor):
             yield not_a_tensor(name, tensor)
             continue
-        yield from place(name, tensor, device)
-        got = tuple(tensor.shape)
+        if tensor.device != device or not tensor.is_contiguous():
+            yield from place(name, tensor, device)
+        got = tensor.shape
         if tensor.dtype is not dtype or (s_q is not None and got != shape):
             yield error(
                 "output-invalid",
                 name=name,
                 shape=shape,
                 dtype=dtype,
-                got_shape=got,
+                got_shape=tuple(got),
                 got_dtype=tensor.dtype,
             )
     if inputs is not None:
@@ -199,12 +204,11 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and the one past the last, gaps included; an empty tensor is at 0."""
-    size = tensor.element_size()
     start = tensor.data_ptr()
     if tensor.is_contiguous():
-        return start, start + tensor.numel() * size
+        return start, start + tensor.nbytes
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * size
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def described(value: Any) -> str:
