@@ -128,8 +128,10 @@ class _Attention:
     def __init__(self, problem: PrefillProblem, dtype: torch.dtype) -> None:
         self.problem = problem
         self.dtype = dtype
-        self.predicted: torch.Tensor | None = None  # float32 [h_q]
+        self.predicted = torch.zeros(problem.h_q)  # float32 [h_q]
+        self.predictions = 0
         self.buffers: dict[str, torch.Tensor] = {}
+        self.views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         kv_scale = problem.kv_scale
         token_scale = kv_scale is not None and kv_scale.numel() != 1
         self.value_scale = 1.0 if kv_scale is None or token_scale else float(usable(kv_scale))
@@ -152,14 +154,11 @@ class _Attention:
         row_scale = None if table.scale is None else table.scale[places].view(n, 1, width)
         rows = rows.view(n, width, -1)
         batch = _Batch(self._queries(queries, n), rows, self.scale[queries], row_scale, log_counts)
-        centre = torch.zeros_like(batch.scale)
-        if self.predicted is not None:
-            centre += self.predicted
         if self.dtype == torch.bfloat16:
-            scores = self._centred_scores(batch, centre)
+            scores = self._centred_scores(batch, self.predicted.expand(n, -1))
             self._predict(scores.target)
         else:
-            scores = self._scores(batch, centre)
+            scores = self._scores(batch, torch.zeros_like(batch.scale))
         max_logits = scores.max + scores.centre
         lse = max_logits + scores.log_total
         self.problem.max_logits[queries] = max_logits
@@ -170,7 +169,7 @@ class _Attention:
         """[n, h_q, d_qk + 32] in the compute dtype, the centre's columns to be set."""
         d_qk, h_q = self.problem.d_qk, self.problem.h_q
         buffer = self.buffers.get("q")
-        if buffer is None or len(buffer) < n:
+        if buffer is None or buffer.shape[0] < n:
             buffer = torch.zeros(n, h_q, d_qk + EXTRA, dtype=self.dtype)
             buffer[..., d_qk] = 1
             self.buffers["q"] = buffer
@@ -186,13 +185,13 @@ class _Attention:
         """
         scores = self._scores(batch, self._set_centre(batch, centre), attempt)
         spread = batch.log_counts[:, None] - scores.log_total
-        distance = scores.max - spread / 6
+        distance = torch.sub(scores.max, spread, alpha=1 / 6)
         scores = scores._replace(target=scores.centre + distance)
-        far = distance.abs_() > spread.div_(3).add_(0.25)
+        far = distance.abs_() > spread.div_(3).add_(0.4)
         if attempt == 4 or not far.any():
             return scores
         far &= scores.target.isfinite()
-        if len(far) > 1:
+        if far.shape[0] > 1:
             centre = torch.where(far, scores.target, scores.centre)
             return self._centred_scores(batch, centre, attempt + 1 if far.any() else 4)
         heads = far[0].nonzero().view(-1)
@@ -217,11 +216,8 @@ class _Attention:
 
     def _predict(self, target: torch.Tensor) -> None:
         """Move the predicted centres towards what this batch's should have been."""
-        if self.predicted is None:
-            self.predicted = torch.zeros(target.shape[1])
-            weight = 1.0
-        else:
-            weight = 0.2
+        weight = 0.2 if self.predictions else 1.0
+        self.predictions += 1
         mean = target.mean(dim=0)
         if not math.isfinite(float(mean.sum())):
             mean = mean.where(mean.isfinite(), self.predicted)
@@ -231,7 +227,7 @@ class _Attention:
         """softmax(scale * row_scale * q @ rows^T)."""
         shape = (*batch.scale.shape, batch.rows.shape[1])
         raw = self._buffer("raw", self.dtype, *shape)
-        if len(raw) == 1:
+        if shape[0] == 1:
             torch.mm(batch.q[0], batch.rows[0].T, out=raw[0])
         else:
             torch.bmm(batch.q, batch.rows.transpose(1, 2), out=raw)
@@ -258,7 +254,7 @@ class _Attention:
             factor *= torch.sigmoid(lse - sink)
         values = batch.rows[..., :D_V]
         out = self.problem.out
-        if len(p) == 1 and out.dtype == self.dtype:
+        if p.shape[0] == 1 and out.dtype == self.dtype:
             out = out[queries][0]
             torch.mm(rounded[0], values[0], out=out)
             out.mul_(factor[0, :, None])
@@ -268,11 +264,15 @@ class _Attention:
 
     def _buffer(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A dense tensor of ``shape`` in memory that batches share; its contents are undefined."""
-        size = math.prod(shape)
-        buffer = self.buffers.get(name)
-        if buffer is None or len(buffer) < size:
-            buffer = self.buffers[name] = torch.empty(size, dtype=dtype)
-        return buffer[:size].view(shape)
+        view = self.views.get((name, shape))
+        if view is None:
+            size = math.prod(shape)
+            buffer = self.buffers.get(name)
+            if buffer is None or buffer.numel() < size:
+                buffer = self.buffers[name] = torch.empty(size, dtype=dtype)
+                self.views.clear()  # they may hold on to the smaller one
+            view = self.views[name, shape] = buffer[:size].view(shape)
+        return view
 
 
 def _valid_slots(
