@@ -58,7 +58,8 @@ def make(args: argparse.Namespace) -> PrefillProblem:
 
 def gather_and_bmm(problem: PrefillProblem, block: int = 8) -> torch.Tensor:
     """What one writes first: dequantise the cache to float32, gather each query's rows, two bmm."""
-    assert problem.q_scale is not None and problem.kv_scale is not None
+    assert problem.q_scale is not None
+    assert problem.kv_scale is not None
     kv = problem.kv_rows.float() * problem.kv_scale
     out = torch.empty_like(problem.out)
     for start in range(0, problem.s_q, block):
