@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +13,24 @@ import torch
 from sparse_mla import dispatch, sparse_mla_prefill
 
 BACKENDS = ["reference", "cpu"]
+UNDISTURBED = ["reference", "cpu"]
+E4M3 = torch.float8_e4m3fn
+
+
+@contextmanager
+def default_dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+DISTURBANCES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "default dtype float64": default_dtype,
+    "default device meta": lambda: torch.device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
 
 
 def inputs(s_q: int = 1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -84,3 +105,24 @@ def test_under_inference_mode() -> None:
     want = sparse_mla_prefill(q, kv, indices)
     with torch.inference_mode():
         assert torch.equal(sparse_mla_prefill(q, kv, indices), want)
+
+
+@pytest.mark.parametrize("backend", UNDISTURBED)
+@pytest.mark.parametrize("disturb", DISTURBANCES)
+def test_process_wide_defaults_do_not_matter(disturb: str, backend: str) -> None:
+    """Model loaders set default dtypes and devices, and forget to set them back."""
+    q, kv = torch.randn(3, 5, 512).to(E4M3), torch.randn(9, 512).to(E4M3)
+    indices = torch.randint(-2, 11, (3, 20), dtype=torch.int32)
+    lengths, scale = torch.tensor([20, 5, 0], dtype=torch.int32), torch.rand(9) + 0.5
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return sparse_mla_prefill(
+            q, kv, indices, None, 0.5, scale,
+            topk_length=lengths, attn_sink=sink, backend=backend, return_stats=True,
+        )  # fmt: skip
+
+    sink = torch.zeros(5)
+    want = call()
+    with DISTURBANCES[disturb]():
+        got = call()
+    assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -41,12 +41,12 @@ class RowTable:
         self.scale: torch.Tensor | None = None  # float32 [rows], where each token has its own
         scale = problem.kv_scale
         self.token_scale = usable(scale) if scale is not None and scale.numel() != 1 else None
-        self.rows = torch.empty(0, self.width, dtype=dtype)
+        self.rows = torch.empty(0, self.width, dtype=dtype, device="cpu")
         if self.whole:
-            self.done = torch.zeros(problem.s_kv + 1, dtype=torch.bool)
+            self.done = torch.zeros(problem.s_kv + 1, dtype=torch.bool, device="cpu")
             self._allocate(problem.s_kv)
             if self.token_scale is not None:
-                self.scale = torch.cat([self.token_scale, torch.ones(1)])
+                self.scale = torch.cat([self.token_scale, self.token_scale.new_ones(1)])
 
     def prepare(self, slots: torch.Tensor) -> torch.Tensor:
         """Convert the rows that ``slots`` select and return the table rows they are in."""
@@ -63,15 +63,15 @@ class RowTable:
         if int(tokens[-1]) == len(self.kv):  # masked slots come last, as the table wants them
             tokens = tokens[:-1]
         self._allocate(len(tokens))
-        self._fill(tokens, torch.arange(len(tokens)))
+        self._fill(tokens, torch.arange(len(tokens), device="cpu"))
         if self.token_scale is not None:
-            self.scale = torch.cat([self.token_scale[tokens], torch.ones(1)])
+            self.scale = torch.cat([self.token_scale[tokens], self.token_scale.new_ones(1)])
         return places
 
     def _allocate(self, tokens: int) -> None:
         if len(self.rows) != tokens + 1:
-            self.rows = torch.empty(0)  # give the old table back before there are two
-            self.rows = torch.empty(tokens + 1, self.width, dtype=self.dtype)
+            self.rows = torch.empty(0, device="cpu")  # give the old table back before there are two
+            self.rows = torch.empty(tokens + 1, self.width, dtype=self.dtype, device="cpu")
         self.rows[-1] = 0
         self.rows[-1, self.width - EXTRA] = -math.inf
 
@@ -83,7 +83,7 @@ class RowTable:
             block = self.rows.new_empty(len(token), self.width)
             convert(block[:, :d_qk], take(self.kv, token))
             block[:, d_qk:] = 0
-            inverse = torch.ones(len(token))
+            inverse = torch.ones(len(token), dtype=torch.float32, device="cpu")
             if self.token_scale is not None:
                 inverse = self.token_scale[token].reciprocal().nan_to_num(0.0).clamp(max=1e30)
             high, low = split(inverse, self.dtype, 2)
@@ -139,4 +139,4 @@ def _has_nan(x: torch.Tensor) -> bool:
 
 
 def _flushes_subnormals() -> bool:
-    return float(torch.tensor(2.0**-126).mul_(0.5)) == 0.0
+    return float(torch.tensor(2.0**-126, dtype=torch.float32, device="cpu").mul_(0.5)) == 0.0
