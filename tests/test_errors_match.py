@@ -68,8 +68,10 @@ def test_the_whole_text_of_an_exception(record: ErrorRecord) -> None:
 
 @EACH
 def test_a_text_escaped_for_json(record: ErrorRecord) -> None:
-    text = json.dumps({"level": "error", "message": str(error(record.id, **context(record, 7)))})
-    assert find(text)[0].record.id == record.id
+    values = context(record, 7)
+    match = find(json.dumps({"level": "error", "message": str(error(record.id, **values))}))[0]
+    assert match.record.id == record.id
+    assert match.values.items() >= {n: str(values[n]) for n in fields(record.message)}.items()
 
 
 @EACH
@@ -171,9 +173,16 @@ def test_messages_of_other_projects(text: str, id: str, values: dict[str, str]) 
     assert match.values.items() >= values.items()
 
 
-def test_a_message_worded_a_little_differently() -> None:
-    text = "AssertionError: Q8KV8 sparse prefill topk must be a positive multiple of 128, was 10"
-    assert find(text)[0].record.id == "topk-not-multiple-of-128"
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("max_logits, lse and out must not overlap each other or an input", "outputs-overlap"),
+        ("indices must be of int32, got torch.int64", "indices-not-int32"),
+        ("AssertionError: kv's d_qk must match q's d_qk=576, was 512", "d-qk-mismatch"),
+    ],
+)
+def test_a_message_worded_a_little_differently(text: str, id: str) -> None:
+    assert find(text)[0].record.id == id
 
 
 @pytest.mark.parametrize(
@@ -186,6 +195,7 @@ def test_what_nothing_explains(text: str) -> None:
 
 def test_the_nearest_ids_are_suggested() -> None:
     assert suggest("h-kv-no-one")[0].id == "h-kv-not-one"
+    assert suggest("hkvnotone")[0].id == "h-kv-not-one"
     assert suggest("not contigous")[0].id == "not-contiguous"
     assert len(suggest("scale", most=3)) == 3
 
@@ -210,6 +220,10 @@ def test_the_nearest_ids_are_suggested() -> None:
 )
 def test_words_find_the_record_among_the_first(words: str, id: str) -> None:
     assert id in [match.record.id for match in search(words)[:2]]
+
+
+def test_a_rare_word_says_more_than_common_ones() -> None:
+    assert search("topk scale git")[0].record.id == "file-not-safetensors"
 
 
 def test_search_ranks_and_gives_nothing_for_nonsense() -> None:
@@ -277,6 +291,11 @@ def test_a_message_at_the_end_of_megabytes() -> None:
     assert find("x y z\n" * 500_000 + MESSAGE)[0].values == {"h_kv": "8"}
     assert find(MESSAGE + "\n" + "x y z\n" * 500_000)[0].record.id == "h-kv-not-one"
     assert find("x" * 1_000_000 + MESSAGE + "y" * 1_000_000)[0].record.id == "h-kv-not-one"
+
+
+def test_text_is_cut_to_a_size_in_its_middle() -> None:
+    cut = clean("a" * 500_000 + "b" * 9_000_000 + "c" * 1_500_000)
+    assert cut == "a" * 500_000 + "\n" + "c" * 1_500_000
 
 
 def test_text_is_freed_of_what_a_terminal_obeys() -> None:

@@ -62,6 +62,8 @@ def test_text_is_wrapped_to_the_width() -> None:
     prose = output.partition("Fails")[0].splitlines()
     assert all(len(line) <= 60 for line in prose if "=" not in line)
     assert not any(line.endswith(" ") for line in output.splitlines())
+    points = output.partition("When it happens\n")[2].partition("\n\n")[0].splitlines()
+    assert {line[:4] for line in points} == {"  - ", "    "}
 
 
 def test_a_message_is_explained_with_its_numbers() -> None:

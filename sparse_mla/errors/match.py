@@ -90,7 +90,7 @@ def clean(text: str) -> str:
         text = f"{text[:_HEAD]}\n{text[-_TAIL:]}"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     text = _UNPRINTABLE.sub(" ", _ESCAPES.sub("", text))
-    return text.replace("\\n", "\n").translate(_FRAMES)
+    return text.replace("\\n", "\n").replace('\\"', '"').translate(_FRAMES)
 
 
 def _in_text(record: ErrorRecord, text: str) -> Iterator[Match]:
