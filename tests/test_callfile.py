@@ -64,6 +64,11 @@ def test_other_programs_read_it_as_plain_safetensors(tmp_path: Path) -> None:
 def test_every_dtype_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
     raw = torch.arange(48, dtype=torch.uint8) % (2 if dtype is torch.bool else 251)
     q = raw.view(dtype).reshape(1, -1, 2)
+    written = [FP8, torch.bfloat16, torch.float16, torch.float32, torch.int32, torch.int64]
+    if dtype not in written and dtype not in safetensors.torch._TYPES.values():
+        with pytest.raises(FileError, match=f"this safetensors does not hold {dtype}"):
+            save_call(tmp_path / "call.safetensors", small_call(q=q))
+        pytest.skip(f"safetensors {safetensors.__version__} does not hold {dtype}")
     save_call(tmp_path / "call.safetensors", small_call(q=q))
     assert same_bits(load_call(tmp_path / "call.safetensors").tensors["q"], q)
 
@@ -366,7 +371,7 @@ def make_link(target: str) -> Callable[[Path], Path]:
     [
         (lambda tmp_path: tmp_path, "Is a directory"),
         (lambda tmp_path: tmp_path / "nowhere", "No such file"),
-        (lambda tmp_path: "nul\0.safetensors", "null byte"),
+        (lambda tmp_path: "nul\0.safetensors", "null"),
         (lambda tmp_path: "/dev/zero", "not a regular file"),
         (make_fifo, "not a regular file"),
         (make_link("/dev/zero"), "not a regular file"),

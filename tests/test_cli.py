@@ -103,6 +103,7 @@ def test_usage_errors_exit_2_before_any_work(arguments: tuple[str, ...]) -> None
     assert result.exit_code == 2
     assert result.stdout == ""
     assert "Error: " in result.stderr or "error: " in result.stderr
+    assert "No such option" not in result.stderr
     assert "Traceback" not in result.stderr
 
 

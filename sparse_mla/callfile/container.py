@@ -179,6 +179,8 @@ def write(
         os.replace(temporary, target)
     except SafetensorError as fault:
         raise OSError(0, str(fault)) from fault
+    except KeyError as fault:
+        raise OSError(0, f"this safetensors does not hold {fault.args[0]}") from fault
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)

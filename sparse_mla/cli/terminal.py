@@ -28,10 +28,12 @@ UNUSABLE = 2
 CallFile = Annotated[Path, typer.Argument(metavar="FILE.safetensors", help="A call file.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 Device = Annotated[
-    str | None, typer.Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1.")
+    str | None,
+    typer.Option("--device", metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:1."),
 ]
 Backend = Annotated[
-    str | None, typer.Option(metavar="NAME", help="Force one backend (see sparse-mla doctor).")
+    str | None,
+    typer.Option("--backend", metavar="NAME", help="Force one backend (see sparse-mla doctor)."),
 ]
 
 
