@@ -243,7 +243,7 @@ def _decoded(
             call.arguments[name] = _scalar(name, free.pop(name))
         label = f"stride.{name}"
         if label in free and name in entries:
-            strides[name] = _sizes(label, _json(label, free.pop(label)), limit=2**62)
+            strides[name] = _strides(label, _json(label, free.pop(label)))
             budget -= _extent(label, entries[name].dtype, entries[name].shape, strides[name])
     for name in RESULTS:
         label = f"buffer.{name}"
@@ -276,8 +276,8 @@ def _scalar(name: str, text: str) -> Any:
     raise NotACall(f"its metadata {name} is no scalar: {shown(text[:60])}")
 
 
-def _sizes(label: str, value: Any, limit: int = container.MAX_DIM) -> tuple[int, ...]:
-    if not container.is_sizes(value, limit):
+def _strides(label: str, value: Any) -> tuple[int, ...]:
+    if not container.is_sizes(value, limit=2**61):
         raise NotACall(f"its metadata {label} is not a list of sizes")
     return tuple(value)
 
@@ -288,8 +288,10 @@ def _buffer(label: str, value: Any) -> Buffer:
     dtype = container.DTYPE_NAMES.get(str(value["dtype"]))
     if dtype is None:
         raise NotACall(f"its metadata {label} has an unknown dtype")
-    shape = _sizes(label, value["shape"])
-    return Buffer(dtype, shape, _sizes(label, value["stride"], limit=2**62))
+    if not container.is_shape(value["shape"]):
+        raise NotACall(f"its metadata {label} has an impossible shape")
+    shape = tuple(value["shape"])
+    return Buffer(dtype, shape, _strides(label, value["stride"]))
 
 
 def _extent(label: str, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> int:

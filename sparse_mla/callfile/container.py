@@ -126,13 +126,18 @@ def _entry(name: str, declared: Any) -> Entry:
     dtype, shape, offsets = (declared[key] for key in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise Malformed(f"tensor {shown(name)} has the unknown dtype {shown(dtype)}")
-    if not is_sizes(shape) or not is_sizes(offsets, limit=2**63) or len(offsets) != 2:
+    if not is_shape(shape) or not is_sizes(offsets, limit=2**63) or len(offsets) != 2:
         raise Malformed(f"tensor {shown(name)} has an impossible shape or offsets")
     need = math.prod(shape) * DTYPES[dtype].itemsize
     if offsets[1] - offsets[0] != need:
         span = f"its offsets span {offsets[1] - offsets[0]}"
         raise Malformed(f"tensor {shown(name)} needs {need} bytes for its shape, {span}")
     return Entry(DTYPES[dtype], tuple(shape), offsets[0], offsets[1])
+
+
+def is_shape(value: Any) -> bool:
+    """Whether this piece of JSON is a shape whose strides torch can count, also an empty one's."""
+    return is_sizes(value) and math.prod(max(size, 1) for size in value) < 2**59
 
 
 def is_sizes(value: Any, limit: int = MAX_DIM) -> bool:

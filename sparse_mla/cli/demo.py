@@ -43,7 +43,7 @@ Track = Callable[[str, int], Callable[[int], None]]
 def demo(
     device: Device = None,
     backend: Backend = None,
-    s_q: Annotated[int, typer.Option(min=1, help="Query tokens of the chunk.")] = 1024,
+    s_q: Annotated[int, typer.Option(min=1, help="Query tokens of the chunk.")] = 512,
     s_kv: Annotated[int, typer.Option(min=1, help="Cached tokens, the chunk included.")] = 8192,
     h_q: Annotated[int, typer.Option(min=1, help="Query heads.")] = 128,
     topk: Annotated[int, typer.Option(min=1, help="Keys that each query selects.")] = 2048,
