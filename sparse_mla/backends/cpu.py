@@ -40,8 +40,10 @@ if TYPE_CHECKING:
 NAME = "cpu"
 
 BATCH_SLOTS = 2048
-BATCH_ROWS = 4096
-"""Queries with few valid slots share a batch up to this many slots and (query, head) rows."""
+"""Queries with few valid slots share a product up to this many slots."""
+
+BLOCK_ROWS = 2048
+"""Queries are converted together up to this many (query, head) rows."""
 
 
 def available() -> str | None:
@@ -66,7 +68,7 @@ def run(problem: PrefillProblem) -> None:
         attention = _Attention(problem, dtype)
         step = max(1, table.chunk_slots // problem.topk)
         for start in range(0, problem.s_q, step):
-            queries = torch.arange(start, min(start + step, problem.s_q))
+            queries = torch.arange(start, min(start + step, problem.s_q), device="cpu")
             slots, counts = _valid_slots(problem, queries)
             slots = table.prepare(slots)
             _write_empty(problem, queries[counts == 0])
@@ -128,14 +130,15 @@ class _Attention:
     def __init__(self, problem: PrefillProblem, dtype: torch.dtype) -> None:
         self.problem = problem
         self.dtype = dtype
-        self.predicted = torch.zeros(problem.h_q)  # float32 [h_q]
+        self.predicted = torch.zeros(problem.h_q, dtype=torch.float32, device="cpu")  # [h_q]
         self.predictions = 0
         self.buffers: dict[str, torch.Tensor] = {}
         self.views: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         kv_scale = problem.kv_scale
         token_scale = kv_scale is not None and kv_scale.numel() != 1
         self.value_scale = 1.0 if kv_scale is None or token_scale else float(usable(kv_scale))
-        scale = torch.tensor(problem.sm_scale * self.value_scale, dtype=torch.float64)
+        product = problem.sm_scale * self.value_scale
+        scale = torch.tensor(product, dtype=torch.float64, device="cpu")
         if problem.q_scale is not None:
             scale = scale * usable(problem.q_scale).double()
         scale = scale.reshape(1, 1) if scale.numel() == 1 else scale.view(problem.s_q, -1)
@@ -146,73 +149,84 @@ class _Attention:
     def attend(
         self, queries: Rows, slots: torch.Tensor, log_counts: torch.Tensor, table: RowTable
     ) -> None:
-        """Write the results of ``queries``, which read table rows ``slots`` [n, width]."""
+        """Write the results of ``queries``, which read table rows ``slots`` [n, width].
+
+        They are converted together and share a predicted centre; a product takes as many of them
+        as their slots allow, often one.
+        """
         n, width = slots.shape
-        places = slots.reshape(-1)
-        rows = self._buffer("rows", self.dtype, n * width, table.width)
-        torch.index_select(table.rows, 0, places, out=rows)
-        row_scale = None if table.scale is None else table.scale[places].view(n, 1, width)
-        rows = rows.view(n, width, -1)
-        batch = _Batch(self._queries(queries, n), rows, self.scale[queries], row_scale, log_counts)
-        if self.dtype == torch.bfloat16:
-            scores = self._centred_scores(batch, self.predicted.expand(n, -1))
-            self._predict(scores.target)
-        else:
-            scores = self._scores(batch, torch.zeros_like(batch.scale))
-        max_logits = scores.max + scores.centre
-        lse = max_logits + scores.log_total
-        self.problem.max_logits[queries] = max_logits
-        self.problem.lse[queries] = lse
-        self._write_out(queries, batch, scores.p, lse)
+        q, scale = self._queries(queries, n), self.scale[queries]
+        centre = self._set_centre(q, scale, self.predicted.expand(n, -1))
+        together = max(1, BATCH_SLOTS // width)
+        targets = []
+        for start in range(0, n, together):
+            part = slice(start, min(start + together, n))
+            places = slots[part].reshape(-1)
+            rows = self._buffer("rows", self.dtype, len(places), table.width)
+            torch.index_select(table.rows, 0, places, out=rows)
+            shape = (part.stop - start, -1, width)
+            row_scale = None if table.scale is None else table.scale[places].view(shape)
+            rows = rows.view(shape[0], width, table.width)
+            batch = _Batch(q[part], rows, scale[part], row_scale, log_counts[part])
+            scores = self._scores(batch, centre[part])
+            targets.append(scores.target)
+            self._write(_some(queries, part), batch, scores)
+        self._predict(torch.cat(targets))
 
     def _queries(self, queries: Rows, n: int) -> torch.Tensor:
         """[n, h_q, d_qk + 32] in the compute dtype, the centre's columns to be set."""
         d_qk, h_q = self.problem.d_qk, self.problem.h_q
         buffer = self.buffers.get("q")
         if buffer is None or buffer.shape[0] < n:
-            buffer = torch.zeros(n, h_q, d_qk + EXTRA, dtype=self.dtype)
+            buffer = torch.zeros(n, h_q, d_qk + EXTRA, dtype=self.dtype, device="cpu")
             buffer[..., d_qk] = 1
             self.buffers["q"] = buffer
         q = buffer[:n]
         convert(q[..., :d_qk], take(self.problem.q, queries))
         return q
 
-    def _centred_scores(self, batch: _Batch, centre: torch.Tensor, attempt: int = 0) -> _Scores:
-        """Scores whose maxima lie close to their centres.
+    def _scores(self, batch: _Batch, centre: torch.Tensor, attempt: int = 0) -> _Scores:
+        """Scores whose maxima lie close to their centres, those in q's columns or new ones.
 
         ``spread`` is how far the maximum lies above the logarithm of the mean weight: 0 for equal
         logits, at most ln(count). Each attempt divides the distance that is left by 100 or more.
         """
-        scores = self._scores(batch, self._set_centre(batch, centre), attempt)
+        scores = self._softmax(batch, centre, attempt)
+        if self.dtype != torch.bfloat16:
+            return scores
         spread = batch.log_counts[:, None] - scores.log_total
         distance = torch.sub(scores.max, spread, alpha=1 / 6)
-        scores = scores._replace(target=scores.centre + distance)
+        scores = scores._replace(target=centre + distance)
         far = distance.abs_() > spread.div_(3).add_(0.4)
         if attempt == 4 or not far.any():
             return scores
         far &= scores.target.isfinite()
         if far.shape[0] > 1:
-            centre = torch.where(far, scores.target, scores.centre)
-            return self._centred_scores(batch, centre, attempt + 1 if far.any() else 4)
+            centre = torch.where(far, scores.target, centre)
+            centre = self._set_centre(batch.q, batch.scale, centre)
+            return self._scores(batch, centre, attempt + 1 if far.any() else 4)
         heads = far[0].nonzero().view(-1)
         if len(heads):
             some = batch._replace(q=batch.q[:, heads], scale=batch.scale[:, heads])
-            again = self._centred_scores(some, scores.target[:, heads], attempt + 1)
+            centre = self._set_centre(some.q, some.scale, scores.target[:, heads])
+            again = self._scores(some, centre, attempt + 1)
             for whole, part in zip(scores, again, strict=True):
                 whole.index_copy_(1, heads, part)
         return scores
 
-    def _set_centre(self, batch: _Batch, centre: torch.Tensor) -> torch.Tensor:
-        """Put the centre into q's columns in units of the raw products; return it as stored.
+    def _set_centre(
+        self, q: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor
+    ) -> torch.Tensor:
+        """Put the centre into q's columns, in units of the raw products; return it as stored.
 
         Three bfloat16 parts hold all 24 bits; a row's columns hold -1 (or minus the inverse of its
         scale, in two parts) to go with them.
         """
-        raw = (centre / batch.scale).nan_to_num_(0.0, 0.0, 0.0)
+        raw = (centre / scale).nan_to_num_(0.0, 0.0, 0.0)
         high, middle, low = split(raw, self.dtype, 3)
         first = self.problem.d_qk + 1
-        torch.stack([high, middle, low, high, middle], -1, out=batch.q[..., first : first + 5])
-        return raw.mul_(batch.scale)
+        torch.stack([high, middle, low, high, middle], -1, out=q[..., first : first + 5])
+        return raw.mul_(scale)
 
     def _predict(self, target: torch.Tensor) -> None:
         """Move the predicted centres towards what this batch's should have been."""
@@ -223,26 +237,30 @@ class _Attention:
             mean = mean.where(mean.isfinite(), self.predicted)
         self.predicted.lerp_(mean, weight)
 
-    def _scores(self, batch: _Batch, centre: torch.Tensor, attempt: int = 0) -> _Scores:
-        """softmax(scale * row_scale * q @ rows^T)."""
+    def _softmax(self, batch: _Batch, centre: torch.Tensor, attempt: int) -> _Scores:
+        """softmax(scale * row_scale * q @ rows^T), in one buffer that stays in the core's cache."""
         shape = (*batch.scale.shape, batch.rows.shape[1])
         raw = self._buffer("raw", self.dtype, *shape)
         if shape[0] == 1:
             torch.mm(batch.q[0], batch.rows[0].T, out=raw[0])
         else:
             torch.bmm(batch.q, batch.rows.transpose(1, 2), out=raw)
-        logits = self._buffer("logits", torch.float32, *shape)
-        torch.mul(raw, batch.scale[..., None], out=logits)
-        if batch.row_scale is not None:
-            logits *= batch.row_scale
         p = self._buffer(f"p{attempt}", torch.float32, *shape)
-        torch.softmax(logits, dim=-1, out=p)
+        torch.mul(raw, batch.scale[..., None], out=p)
+        if batch.row_scale is not None:
+            p *= batch.row_scale
+        top = p.amax(dim=-1)
+        torch.softmax(p, dim=-1, out=p)
         # The largest probability is exp(0) / total.
-        return _Scores(p, logits.amax(dim=-1), -p.amax(dim=-1).log(), centre, centre)
+        return _Scores(p, top, p.amax(dim=-1).log_().neg_(), centre, centre)
 
-    def _write_out(self, queries: Rows, batch: _Batch, p: torch.Tensor, lse: torch.Tensor) -> None:
-        """Write ``out``: (p rounded) @ V, over the sum of what was rounded, scaled for the sink."""
-        row_scale, sink = batch.row_scale, self.problem.attn_sink
+    def _write(self, queries: Rows, batch: _Batch, scores: _Scores) -> None:
+        """``max_logits``, ``lse`` and ``out`` = (p rounded) @ V over the sum of what was rounded."""
+        max_logits = scores.max + scores.centre
+        lse = max_logits + scores.log_total
+        self.problem.max_logits[queries] = max_logits
+        self.problem.lse[queries] = lse
+        p, row_scale, sink = scores.p, batch.row_scale, self.problem.attn_sink
         if row_scale is not None:
             p *= row_scale
         rounded = self._buffer("rounded", self.dtype, *p.shape).copy_(p)
@@ -269,7 +287,7 @@ class _Attention:
             size = math.prod(shape)
             buffer = self.buffers.get(name)
             if buffer is None or buffer.numel() < size:
-                buffer = self.buffers[name] = torch.empty(size, dtype=dtype)
+                buffer = self.buffers[name] = torch.empty(size, dtype=dtype, device="cpu")
                 self.views.clear()  # they may hold on to the smaller one
             view = self.views[name, shape] = buffer[:size].view(shape)
         return view
@@ -283,13 +301,13 @@ def _valid_slots(
     n, topk = indices.shape
     valid = (indices >= 0) & (indices < problem.s_kv)
     if problem.topk_length is not None:
-        valid &= torch.arange(topk) < problem.topk_length[queries, None]
+        valid &= torch.arange(topk, device="cpu") < problem.topk_length[queries, None]
     counts = valid.sum(dim=1)
     width = _padded(topk)
     if width == topk and bool(valid.all()):
         return indices.long(), counts
-    slots = torch.full((n, width), problem.s_kv)
-    places = valid.cumsum(dim=1).sub_(1).add_(torch.arange(n)[:, None] * width)
+    slots = torch.full((n, width), problem.s_kv, dtype=torch.int64, device="cpu")
+    places = valid.cumsum(dim=1).sub_(1).add_(torch.arange(n, device="cpu")[:, None] * width)
     slots.view(-1)[places[valid]] = indices[valid].long()
     return slots, counts
 
@@ -305,7 +323,7 @@ def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[Rows, int]]:
     widths[counts == 0] = 0
     for width in sorted(set(widths.tolist())):
         if width:
-            together = max(1, min(BATCH_SLOTS // width, BATCH_ROWS // h_q))
+            together = max(1, BLOCK_ROWS // h_q)
             for group in (widths == width).nonzero().view(-1).split(together):
                 first, last = int(group[0]), int(group[-1])
                 yield slice(first, last + 1) if last - first + 1 == len(group) else group, width
@@ -313,6 +331,12 @@ def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[Rows, int]]:
 
 def _shifted(rows: Rows, by: int) -> Rows:
     return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
+
+
+def _some(rows: Rows, part: slice) -> Rows:
+    if isinstance(rows, slice):
+        return slice(rows.start + part.start, rows.start + part.stop)
+    return rows[part]
 
 
 def _write_empty(problem: PrefillProblem, queries: torch.Tensor) -> None:
