@@ -1,0 +1,149 @@
+"""The Hopper backend: host side of ``kernels/sm90``, which kernel runs a problem and its launch.
+
+A launch is one struct of pointers, strides and sizes, packed into a buffer of the calling thread.
+Nothing here reads a tensor's values, waits, allocates or changes the current device; the kernel runs
+on the current stream of the tensors' device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import jit
+from ..params import D_QK_SUPPORTED
+
+if TYPE_CHECKING:
+    from ..jit_driver import Kernel
+    from ..params import PrefillProblem
+
+NAME = "sm90"
+
+PREFILL = {
+    d_qk: jit.Variant(
+        name=f"prefill-h64-d{d_qk}",
+        source="sm90/prefill.cuh",
+        entry="sparse_mla_prefill",
+        defines={"D_QK": d_qk},
+    )
+    for d_qk in D_QK_SUPPORTED
+}
+"""Kernels by d_qk."""
+
+CAPABILITY = (9, 0)
+HEADS = 64
+"""Heads that one CTA computes (``kHeads``)."""
+THREADS = 512
+SHARED_BYTES = 232448
+"""Dynamic shared memory of a launch: all a CTA can have, as one CTA has a multiprocessor."""
+
+# struct PrefillParams of prefill.cuh: ten pointers, four strides, four sizes, sm_scale, padding.
+PARAMS = struct.Struct("<10Q4q4if4x")
+
+_thread = threading.local()
+
+
+def variants() -> tuple[jit.Variant, ...]:
+    """Every kernel of this backend, for who compiles them ahead."""
+    return tuple(PREFILL.values())
+
+
+def available() -> str | None:
+    """Why this backend can run nothing on this machine; ``None``: it can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    reasons = [device_reason(index) for index in range(torch.cuda.device_count())]
+    return None if None in reasons else "; ".join(str(reason) for reason in reasons)
+
+
+@functools.cache
+def device_reason(index: int) -> str | None:
+    """Why the kernels cannot run on a CUDA device; ``None``: they can."""
+    capability = torch.cuda.get_device_capability(index)
+    if capability != CAPABILITY:
+        found, needed = (f"{major}.{minor}" for major, minor in (capability, CAPABILITY))
+        return f"cuda:{index} has compute capability {found}, the kernels need {needed} (Hopper)"
+    return jit.available()
+
+
+def refusal(problem: PrefillProblem) -> str | None:
+    """Why this backend does not run ``problem``, or ``None``."""
+    q, kv, q_scale, kv_scale = problem.q, problem.kv, problem.q_scale, problem.kv_scale
+    if not q.is_cuda:
+        return f"tensors are on {q.device}, not on a CUDA device"
+    reason = device_reason(q.get_device())
+    if reason is not None:
+        return reason
+    if q_scale is None or kv_scale is None:
+        return f"q is {q.dtype} and kv {kv.dtype}: the kernels multiply FP8 with scales"
+    if q_scale.numel() != 1 or kv_scale.numel() != 1:
+        name, scale = ("q", q_scale) if q_scale.numel() != 1 else ("kv", kv_scale)
+        return f"{name}_scale has shape {tuple(scale.shape)}: the kernels take one scale a tensor"
+    if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | _kv_stride(problem)) & 15:
+        return (
+            "rows of q and kv must start at multiples of 16 bytes, got addresses "
+            f"{q.data_ptr():#x} and {kv.data_ptr():#x}, strides {q.stride()} and {kv.stride()}"
+        )
+    if _kv_stride(problem) >= 2**32 or problem.s_q * _groups(problem) >= 2**31:
+        return f"kv stride {_kv_stride(problem)} or s_q {problem.s_q} is past the kernels' range"
+    return None
+
+
+def run(problem: PrefillProblem) -> None:
+    """Launch the kernel that fills the problem's outputs, on the current stream."""
+    device = problem.q.get_device()
+    kernel = jit.load(PREFILL[problem.d_qk], device)
+    grid = min(problem.s_q * _groups(problem), kernel.multiprocessors)
+    if grid:
+        _launch(kernel, grid, problem, device)
+
+
+def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> None:
+    try:
+        buffer, address = _thread.params
+    except AttributeError:
+        buffer = ctypes.create_string_buffer(PARAMS.size)
+        address = ctypes.addressof(buffer)
+        _thread.params = buffer, address
+    q, sink, length = problem.q, problem.attn_sink, problem.topk_length
+    assert problem.q_scale is not None and problem.kv_scale is not None  # by `refusal`
+    PARAMS.pack_into(
+        buffer,
+        0,
+        q.data_ptr(),
+        problem.kv.data_ptr(),
+        problem.indices.data_ptr(),
+        problem.q_scale.data_ptr(),
+        problem.kv_scale.data_ptr(),
+        0 if sink is None else sink.data_ptr(),
+        0 if length is None else length.data_ptr(),
+        problem.out.data_ptr(),
+        problem.max_logits.data_ptr(),
+        problem.lse.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        _kv_stride(problem),
+        problem.indices.stride(0),
+        problem.s_q,
+        problem.s_kv,
+        problem.h_q,
+        problem.topk,
+        problem.sm_scale,
+    )
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernel.launch((grid, 1, 1), (THREADS, 1, 1), SHARED_BYTES, stream, address)
+
+
+def _groups(problem: PrefillProblem) -> int:
+    """Groups of 64 heads, the last perhaps not full."""
+    return -(-problem.h_q // HEADS)
+
+
+def _kv_stride(problem: PrefillProblem) -> int:
+    """Bytes from a KV row to the next; that of a single row has no meaning."""
+    return problem.kv.stride(0) if problem.s_kv > 1 else problem.d_qk

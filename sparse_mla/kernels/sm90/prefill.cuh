@@ -1,0 +1,598 @@
+// FP8 sparse MLA prefill on Hopper, 64 heads a CTA. Compile with -D D_QK=512 or 576; `backends/sm90.py` launches it.
+//
+//   for a query token t and 64 of its heads:
+//     S[h, j]  = sum_d Q[h, d] K[j, d]                 K[j] = kv[indices[t, j]], zeros where the slot is invalid
+//     P[h, j]  = 2^(c S[h, j] - ref[h])                c = sm_scale q_scale kv_scale log2(e)
+//     O[h, d]  = sum_j P[h, j] V[j, d] / sum_j P[h, j] V = the first 512 columns of K
+//
+// Why this shape of kernel. FP8 wgmma wants both operands K-major, and V is not: its transposed copy would have to be
+// written to shared memory, whose bandwidth is what such a kernel runs out of first. Here V^T is the A operand of
+// O^T = V^T P^T and comes from registers: ldmatrix.trans reads it transposed in 16-bit units and two byte permutations a
+// register finish the job. Q is an A operand in registers too, loaded once a query token. So the tensor cores read
+// from shared memory only K (in S = Q K^T) and P (in O^T = V^T P^T), half of what a shared-memory A would cost.
+//
+// Four warpgroups, one job each; a block is 64 slots:
+//
+//   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
+//   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], factors for O when the reference moved
+//   values 0,1                         |  O^T += V[b]^T P[b]^T, columns 0-255 and 256-511
+//               <- tensor cores: QK ->    <- tensor cores: PV ->
+//
+// The scores warpgroup hands over P[b] only after S[b+1] is done: so QK and PV take turns on the tensor cores, and PV
+// runs under the softmax. Nothing goes back from the values to the scores but free buffers.
+#pragma once
+
+#include "common/wgmma.cuh"
+
+struct PrefillParams {
+  const u8* q;               // e4m3 [s_q, h_q, D_QK], strides below
+  const u8* kv;              // e4m3 [s_kv, D_QK], 16-byte aligned rows
+  const int* indices;        // [s_q, topk]
+  const float* q_scale;      // one element
+  const float* kv_scale;     // one element
+  const float* attn_sink;    // [h_q] or null
+  const int* topk_length;    // [s_q] or null
+  u32* out;                  // bfloat16 pairs [s_q, h_q, 512]
+  float* max_logits;         // [s_q, h_q]
+  float* lse;                // [s_q, h_q]
+  i64 q_stride_token;        // bytes
+  i64 q_stride_head;         // bytes
+  i64 kv_stride;             // bytes
+  i64 indices_stride;        // elements
+  int s_q, s_kv, h_q, topk;
+  float sm_scale;
+};
+
+constexpr int kHeads = 64;        // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
+constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
+constexpr int kStages = 5;        // blocks of K in shared memory
+constexpr int kLag = 1;           // blocks of copies in flight before the oldest must have landed
+constexpr int kDv = 512;
+constexpr int kLatentTile = 8192;  // 64 rows x 128 columns, 128-byte swizzle
+constexpr int kLatentTiles = kDv / 128;
+constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;  // 64 rows x 64 columns, 64-byte swizzle
+constexpr int kStageBytes = kLatentTiles * kLatentTile + kRopeTile;
+constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
+constexpr int kQBytes = kHeads * D_QK;
+constexpr int kPBytes = kHeads * kBlock;
+constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
+
+constexpr int kThreads = 512;
+constexpr u32 kProducerRegisters = 32, kScoreRegisters = 144, kValueRegisters = 168;  // 128 x sum = 65,536
+
+// The reference of the exponent sits kHeadroom below the first maximum and is raised only when a logit passes it by
+// more than kLimit = log2(448): P lies in (0, 448], and its largest value of a row is at least 2^kHeadroom at first,
+// so that probabilities 2^-(6 + kHeadroom) of the largest are still normal e4m3 numbers.
+constexpr float kHeadroom = 8.f;
+constexpr float kLimit = 8.75f;
+constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so that -inf - kLowest is -inf
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
+constexpr u32 kAtK = 0;                                   // [kStages][kStageBytes]
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;        // [kQBytes]
+constexpr u32 kAtP = kAtQ + kQBytes;                      // [2][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kAtFactor = kAtP + 2 * kPBytes;             // float [2][kHeads]: O is multiplied by it before P[b] is added
+constexpr u32 kAtWeight = kAtFactor + 2 * kHeads * 4;     // float [4][kHeads]: kv_scale / sum of an item. 4: it may be
+                                                          // read while the scores are two items further
+constexpr u32 kAtValid = kAtWeight + 4 * kHeads * 4;      // u64 [kStages], bit r: slot r of the block is valid
+constexpr u32 kAtKFull = kAtValid + kStages * 8;          // mbarriers from here
+constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
+constexpr u32 kAtPFull = kAtKEmpty + kStages * 8;
+constexpr u32 kAtPEmpty = kAtPFull + 2 * 8;
+constexpr u32 kAtQFull = kAtPEmpty + 2 * 8;
+constexpr u32 kAtQEmpty = kAtQFull + 8;
+constexpr u32 kAtRaised = kAtQEmpty + 8;                  // u8 [2][4]: of 16 heads each, some have a factor but 1
+constexpr u32 kSharedBytes = kAtRaised + 2 * 4;
+static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
+
+// Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
+struct Memory {
+  u32 base;
+  DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
+  DEVICE u32 q() const { return base + kAtQ; }
+  DEVICE u32 p(u32 slot) const { return base + kAtP + slot * kPBytes; }
+  DEVICE u32 factor(u32 slot, u32 head) const { return base + kAtFactor + slot * (kHeads * 4) + head * 4; }
+  DEVICE u32 weight(u32 item, u32 head) const { return base + kAtWeight + item * (kHeads * 4) + head * 4; }
+  DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
+  DEVICE u32 raised(u32 slot) const { return base + kAtRaised + slot * 4; }
+  DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
+  DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
+  DEVICE u32 p_full(u32 slot) const { return base + kAtPFull + slot * 8; }
+  DEVICE u32 p_empty(u32 slot) const { return base + kAtPEmpty + slot * 8; }
+  DEVICE u32 q_full() const { return base + kAtQFull; }
+  DEVICE u32 q_empty() const { return base + kAtQEmpty; }
+};
+
+// A position in a ring of buffers, and the parity of its use.
+template <int size>
+struct Ring {
+  u32 slot = 0, parity = 0;
+  DEVICE void next() {
+    if (++slot == size) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+DEVICE int length_of(const PrefillParams& params, int token) {
+  if (params.topk_length == nullptr) return params.topk;
+  return max(0, min(params.topk, __ldg(params.topk_length + token)));
+}
+
+// An empty row still takes one (fully masked) block, so that every role sees every item.
+DEVICE int blocks_of(int length) { return max(1, (length + kBlock - 1) / kBlock); }
+
+// Where 16-byte chunk `chunk` of row `row` of Q lies: conflict-free for ldmatrix at either row pitch.
+DEVICE u32 q_offset(u32 row, u32 chunk) {
+  const u32 turn = D_QK % 128 == 0 ? row & 7 : (row >> 1) & 3;
+  return row * D_QK + ((chunk ^ turn) << 4);
+}
+
+// ---- producer --------------------------------------------------------------------------------------------------
+//
+// Warp w gathers rows 16 w .. 16 w + 15 of each block. A 128-byte line of global memory is read by 8 lanes and lands
+// in one 128-byte line of shared memory: anything narrower costs a second pass through the load unit. Rows of 576
+// bytes start in the middle of a line every second time. Such an `odd` row is read as 64 + 4 x 128 bytes, an even one
+// as 4 x 128 + 64; the four full lines go first (4 rows an instruction), the halves last (8 rows an instruction).
+
+struct Producer {
+  const PrefillParams& params;
+  const Memory memory;
+  const u32 lane, warp;
+  Ring<kStages> stage, announced;
+
+  DEVICE int load_index(const int* row, int length, int block) const {
+    const int slot = block * kBlock + warp * 16 + (lane & 15);
+    return slot < length ? __ldg(row + slot) : -1;
+  }
+
+  // Q of an item, zeros for heads past h_q; its copies are announced by themselves.
+  DEVICE void load_q(int token, int group, u32 parity) const {
+    mbarrier_wait(memory.q_empty(), parity ^ 1);
+    const u8* source = params.q + token * params.q_stride_token;
+#pragma unroll 2
+    for (u32 c = warp * 32 + lane; c < kQBytes / 16; c += 128) {
+      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = group * kHeads + row;
+      const bool exists = head < static_cast<u32>(params.h_q);
+      cp_async_16(memory.q() + q_offset(row, chunk), source + (exists ? head : 0) * params.q_stride_head + chunk * 16,
+                  exists ? 16 : 0);
+    }
+    cp_async_arrive(memory.q_full());
+  }
+
+  // Issues the copies of one block; `announce` tells the scores when they have landed.
+  DEVICE void gather(int index) {
+    const u32 slot = stage.slot;
+    mbarrier_wait(memory.k_empty(slot), stage.parity ^ 1);
+    const bool index_valid = static_cast<u32>(index) < static_cast<u32>(params.s_kv);
+    const u32 valid = __ballot_sync(~0u, index_valid);
+    if (lane == 0) store_shared_u16(memory.valid(slot) + warp * 2, valid);
+    if (!index_valid) index = -1;
+    const u32 kv_stride = static_cast<u32>(params.kv_stride);
+    const u32 tile = memory.k(slot);
+    const u32 eighth = lane & 7, upper = eighth >> 2;
+    const u32 latent = tile + warp * 2048 + (lane >> 3) * 128 + ((eighth ^ (lane >> 3)) << 4);
+    const u32 rope = tile + kRope + warp * 1024 + (lane >> 3) * 64 + (((eighth & 3) ^ (lane >> 4)) << 4);
+#pragma unroll
+    for (u32 pass = 0; pass < 4; pass++) {
+      const int i = __shfl_sync(~0u, index, 4 * pass + (lane >> 3));
+      const u32 bytes = i >= 0 ? 16 : 0;
+      const u8* source = params.kv + static_cast<u64>(static_cast<u32>(max(i, 0))) * kv_stride;
+      const u32 odd = D_QK > kDv ? static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1 : 0;
+      source += odd * 64 + eighth * 16;
+      const u32 line = (latent ^ (((pass & 1) ^ odd) << 6)) + pass * 512 + (odd & upper) * kLatentTile;
+      cp_async_16(line, source, bytes);
+      cp_async_16(line + kLatentTile, source + 128, bytes);
+      cp_async_16(line + 2 * kLatentTile, source + 256, bytes);
+      const u32 last = odd & upper ? (rope ^ (pass & 1) << 5) + pass * 256 : line + 3 * kLatentTile;
+      cp_async_16(last, source + 384, bytes);
+    }
+    if constexpr (D_QK > kDv) {
+      const u32 quarter = lane & 3, row = lane >> 2;
+      const u32 first = tile + warp * 2048 + row * 128 + ((quarter ^ row) << 4);
+      const u32 tail = tile + kRope + warp * 1024 + row * 64 + ((quarter ^ (lane >> 3)) << 4);
+#pragma unroll
+      for (u32 pass = 0; pass < 2; pass++) {
+        const int i = __shfl_sync(~0u, index, 8 * pass + row);
+        const u8* source = params.kv + static_cast<u64>(static_cast<u32>(max(i, 0))) * kv_stride;
+        const u32 odd = static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1;
+        source += (odd ? 0 : kDv) + quarter * 16;
+        cp_async_16(odd ? first + pass * 1024 : tail + pass * 512, source, i >= 0 ? 16 : 0);
+      }
+    }
+    cp_async_commit();
+    stage.next();
+  }
+
+  // Blocks become full `kLag` blocks after their copies were issued: the wait, and the fence that wgmma needs after
+  // copies of the generic proxy, are here and not in the scores.
+  template <int lag>
+  DEVICE void announce() {
+    cp_async_wait<lag>();
+    fence_async_shared();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(memory.k_full(announced.slot));
+    announced.next();
+  }
+
+  DEVICE void flush(int& issued) {
+    for (; issued > 0; issued--) announce<0>();
+  }
+
+  DEVICE void run(int items, int groups) {
+    int item = blockIdx.x;
+    if (item >= items) return;
+    int length = length_of(params, item / groups);
+    const int* row = params.indices + item / groups * params.indices_stride;
+    int index = load_index(row, length, 0);
+    load_q(item / groups, item % groups, 0);
+    u32 q_parity = 1;
+    int issued = 0;
+    while (true) {
+      const bool more = item + static_cast<int>(gridDim.x) < items;
+      const int next_length = more ? length_of(params, (item + gridDim.x) / groups) : 0;
+      for (int block = 0; block < blocks_of(length); block++) {
+        const bool last = block + 1 == blocks_of(length);
+        int ahead = -1;  // the index of the next block is on its way while this one's rows are asked for
+        if (!last) {
+          ahead = load_index(row, length, block + 1);
+        } else if (more) {
+          row = params.indices + (item + gridDim.x) / groups * params.indices_stride;
+          ahead = load_index(row, next_length, 0);
+        }
+        gather(index);
+        if (issued < kLag) issued++; else announce<kLag>();
+        index = ahead;
+        // The next item's Q goes in once the scores have this item's in registers. That is certain when they have
+        // given back its first stage; in a shorter item they may still need the blocks not yet announced.
+        if (more && (last ? block <= kStages : block == kStages)) {
+          if (block < kStages) flush(issued);
+          load_q((item + gridDim.x) / groups, (item + gridDim.x) % groups, q_parity);
+        }
+      }
+      if (!more) break;
+      item += gridDim.x;
+      length = next_length;
+      q_parity ^= 1;
+    }
+    flush(issued);
+  }
+};
+
+// ---- scores ----------------------------------------------------------------------------------------------------
+//
+// Lane 4 g + i of warp w owns rows (heads) 16 w + g and 16 w + g + 8, slots 8 j + 2 i and + 1 of each block: a row's
+// maximum and sum run over the four lanes of a quad, and only when they are needed.
+
+struct Scores {
+  const PrefillParams& params;
+  const Memory memory;
+  const u32 lane, warp;
+  Ring<kStages> stage;
+  Ring<2> p_slot;
+  u32 q[kQSteps][4];
+  float s[32];
+  float reference[2], sum[2], highest[2];
+
+  DEVICE void load_q(u32 parity) {
+    mbarrier_wait(memory.q_full(), parity);
+    // Opaque: the two addresses below, kept from item to item, would not fit in registers.
+    const u32 row = opaque(warp * 16 + (lane & 15)), half = lane >> 4;
+    const u32 base = memory.q();
+#pragma unroll
+    for (u32 step = 0; step < kQSteps; step++) ldmatrix_x4(q[step], base + q_offset(row, 2 * step + half));
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(memory.q_empty());
+  }
+
+  // S = Q K[stage]^T, left in flight
+  DEVICE void start_multiply() {
+    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
+    const u32 tile = memory.k(stage.slot);
+    const u64 latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), tile);
+    const u64 rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), tile + kRope);
+    wgmma_fence();
+#pragma unroll
+    for (u32 step = 0; step < kQSteps; step++) {
+      const u64 k = step < 16 ? latent + (step / 4 * kLatentTile + step % 4 * 32 >> 4) : rope + (step - 16) * 2;
+      wgmma_m64n64k32(s, q[step], k, step > 0);
+    }
+    wgmma_commit();
+  }
+
+  DEVICE void mask(u64 valid) {
+    if (__builtin_expect(valid == ~0ull, 1)) return;
+    valid >>= 2 * (lane & 3);
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) {
+      const u32 bits = static_cast<u32>(valid >> 8 * j);
+      if (!(bits & 1)) s[4 * j] = s[4 * j + 2] = -kInfinity;
+      if (!(bits & 2)) s[4 * j + 1] = s[4 * j + 3] = -kInfinity;
+    }
+  }
+
+  DEVICE static float quad_sum(float x) {
+    x += __shfl_xor_sync(~0u, x, 1);
+    return x + __shfl_xor_sync(~0u, x, 2);
+  }
+
+  // New references where a logit passes the limit, and what O and the sums are multiplied by.
+  DEVICE void move_references(float c, float (&factor)[2]) {
+    float top[2][4];
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+      for (u32 r = 0; r < 2; r++) {
+        const float* x = s + 4 * j + 2 * r;
+        top[r][j] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[16], x[17]));
+      }
+    }
+    float row_top[2];
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(fmaxf(top[r][0], top[r][1]), fmaxf(top[r][2], top[r][3]));
+#pragma unroll
+    for (u32 lanes = 1; lanes <= 2; lanes *= 2) {
+      const float other[2] = {__shfl_xor_sync(~0u, row_top[0], lanes), __shfl_xor_sync(~0u, row_top[1], lanes)};
+#pragma unroll
+      for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(row_top[r], other[r]);
+    }
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) {
+      highest[r] = fmaxf(highest[r], row_top[r]);
+      const float moved = fmaf(row_top[r], c, -reference[r]) > kLimit ? fmaf(row_top[r], c, -kHeadroom) : reference[r];
+      factor[r] = exp2_approx(reference[r] - moved);
+      reference[r] = moved;
+      sum[r] *= factor[r];
+    }
+  }
+
+  // P = 2^(c S - ref), to e4m3 and to shared memory: two 8-column groups of S make one 16-slot row of P.
+  DEVICE void write_p(float c) {
+    const u32 row = 2 * warp + (lane >> 3 & 1);
+    const u32 base = memory.p(p_slot.slot) + (lane >> 4) * 1024 + row * 128 + (lane & 7) * 16;
+#pragma unroll
+    for (u32 half = 0; half < 2; half++) {
+      u32 packed[4];
+#pragma unroll
+      for (u32 pair = 0; pair < 2; pair++) {
+        float* x = s + 16 * half + 8 * pair;
+#pragma unroll
+        for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c, -reference[e / 2 & 1]));
+        sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
+        sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
+        packed[2 * pair] = pack_e4m3(x[0], x[1], x[4], x[5]);
+        packed[2 * pair + 1] = pack_e4m3(x[2], x[3], x[6], x[7]);
+      }
+      stmatrix_x4(base + half * 2048, packed);
+    }
+  }
+
+  // Hands the last P, its factors and weights to the values. Its stores were fenced under QK.
+  DEVICE void publish(bool pending) {
+    __syncwarp();
+    if (pending && lane == 0) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
+  }
+
+  // Row sums to 1 / sum for the values, and this item's max_logits and lse.
+  DEVICE void finish(int token, int group, float logit_scale, float v_scale, bool any_valid, u32 ring) {
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) {
+      const float total = quad_sum(sum[r]);
+      const float top = highest[r];
+      const u32 row = warp * 16 + (lane >> 2) + 8 * r, head = group * kHeads + row;
+      if ((lane & 3) == 0 && head < static_cast<u32>(params.h_q)) {
+        float denominator = total;
+        if (params.attn_sink != nullptr) {
+          denominator += exp2_approx(__ldg(params.attn_sink + head) * kLog2e - reference[r]);
+        }
+        store_shared_float(memory.weight(ring, row), any_valid ? v_scale / denominator : 0.f);
+        const i64 at = static_cast<i64>(token) * params.h_q + head;
+        // A NaN logit is lost in fmaxf but not in the sum; v_scale carries a bad scale.
+        const float poison = (total + v_scale) * 0.f;
+        params.max_logits[at] = any_valid ? top * logit_scale + poison : -kInfinity;
+        params.lse[at] = any_valid ? (reference[r] + log2_approx(total)) * kLn2 + poison : kInfinity;
+      }
+    }
+  }
+
+  DEVICE void run(int items, int groups) {
+    const float q_scale = __ldg(params.q_scale), kv_scale = __ldg(params.kv_scale);
+    const bool good = q_scale > 0.f && q_scale < kInfinity && kv_scale > 0.f && kv_scale < kInfinity;
+    const float logit_scale = good ? params.sm_scale * q_scale * kv_scale : 1.f;
+    const float v_scale = good ? kv_scale : kNan;
+    const float c = logit_scale * kLog2e;
+    u32 turn = 0;  // items done
+    bool pending = false;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const int blocks = blocks_of(length_of(params, item / groups));
+      load_q(turn & 1);
+#pragma unroll
+      for (u32 r = 0; r < 2; r++) {
+        reference[r] = kLowest;
+        sum[r] = 0.f;
+        highest[r] = -kInfinity;
+      }
+      bool any_valid = false;
+      for (int block = 0; block < blocks; block++) {
+        start_multiply();
+        // In the shadow of QK: the fence between the last P's stores and wgmma, and the wait for the buffer of the next
+        // P. It may be overwritten only after both value warpgroups have added P[b] V[b].
+        fence_async_shared();
+        mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
+        const u64 valid = load_shared_u64(memory.valid(stage.slot));
+        wgmma_wait<0>();
+        publish(pending);
+        pending = true;
+        any_valid |= valid != 0;
+        mask(valid);
+        float factor[2];
+        move_references(c, factor);
+        const bool raised = __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f);
+        write_p(c);
+        if ((lane & 3) == 0 && raised) {
+          store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2)), factor[0]);
+          store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
+        }
+        if (lane == 0) store_shared_u8(memory.raised(p_slot.slot) + warp, raised);
+        if (block + 1 == blocks) finish(item / groups, item % groups, logit_scale, v_scale, any_valid, turn & 3);
+        stage.next();
+        p_slot.next();
+      }
+      turn++;
+    }
+    fence_async_shared();
+    publish(pending);
+  }
+};
+
+// ---- values ----------------------------------------------------------------------------------------------------
+//
+// Value warpgroup v owns columns 256 v .. 256 v + 255 of O as O^T: four m64 tiles of 64 columns, and in each the warp
+// w's 16 columns are one 16-byte chunk of a V row. ldmatrix.trans gives lane 4 g + i the byte pairs (columns 2 g and
+// 2 g + 1) of four slots; two byte permutations part the columns. So row g of the A operand is column 2 g, row g + 8
+// is column 2 g + 1, and in the end a lane holds column pairs, ready to be stored as bfloat16x2.
+
+struct Values {
+  const PrefillParams& params;
+  const Memory memory;
+  const u32 lane, warp, half;
+  Ring<kStages> stage;
+  Ring<2> p_slot;
+  float o[4][32];
+
+  // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs; part = 4 step + m
+  DEVICE void load_v(u32 (&v)[4], u32 part) const {
+    const u32 step = part >> 2, m = part & 3;
+    const u32 base = memory.k(stage.slot) + half * 2 * kLatentTile + lane * 128 + ((warp ^ (lane & 7)) << 4);
+    ldmatrix_x4_trans(v, (base ^ ((m & 1) << 6)) + (m >> 1) * kLatentTile + step * 4096);
+  }
+
+  // Parts the columns: the A operand of wgmma
+  DEVICE static void part_columns(u32 (&v)[4]) {
+    const u32 r[4] = {v[0], v[1], v[2], v[3]};
+    v[0] = select_bytes(r[0], r[1], 0x6420);
+    v[1] = select_bytes(r[0], r[1], 0x7531);
+    v[2] = select_bytes(r[2], r[3], 0x6420);
+    v[3] = select_bytes(r[2], r[3], 0x7531);
+  }
+
+  // O^T *= factor, for the heads of those warps of scores that raised a reference
+  DEVICE void rescale(u32 raised) {
+#pragma unroll
+    for (u32 w = 0; w < 4; w++) {
+      if ((raised >> 8 * w & 255) == 0) continue;
+#pragma unroll
+      for (u32 j = 2 * w; j < 2 * w + 2; j++) {
+        const float2 f = load_shared_float2(memory.factor(p_slot.slot, 8 * j + 2 * (lane & 3)));
+#pragma unroll
+        for (u32 m = 0; m < 4; m++) {
+          o[m][4 * j] *= f.x;
+          o[m][4 * j + 1] *= f.y;
+          o[m][4 * j + 2] *= f.x;
+          o[m][4 * j + 3] *= f.y;
+        }
+      }
+    }
+  }
+
+  // O^T (+)= V[stage]^T P^T. V is the K tile: its first fragments are read before P is there.
+  DEVICE void multiply(bool first) {
+    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
+    u32 v[3][4];
+#pragma unroll
+    for (u32 part = 0; part < 3; part++) load_v(v[part], part);
+    mbarrier_wait(memory.p_full(p_slot.slot), p_slot.parity);
+    const u32 raised = load_shared_u32(memory.raised(p_slot.slot));
+    if (__builtin_expect(raised != 0 && !first, 0)) rescale(raised);
+    const u64 p = descriptor(descriptor_shape(1024, 128, Swizzle::none), memory.p(p_slot.slot));
+#pragma unroll
+    for (u32 part = 0; part < 8; part++) {
+      part_columns(v[part % 3]);
+      wgmma_fence();
+      wgmma_m64n64k32(o[part & 3], v[part % 3], p + (part >> 2) * (2048 >> 4), part > 3 || !first);
+      wgmma_commit();
+      if (part >= 1 && part + 2 < 8) {
+        wgmma_wait<1>();  // the fragment of part - 1 is overwritten
+        load_v(v[(part + 2) % 3], part + 2);
+      }
+      if (part == 6) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(memory.k_empty(stage.slot));
+      }
+    }
+    wgmma_wait<0>();
+  }
+
+  DEVICE void store(int token, int group, u32 ring) {
+    u32* out = params.out + (static_cast<i64>(token) * params.h_q + group * kHeads) * (kDv / 2) + half * 128 +
+               warp * 8 + (lane >> 2);
+    const u32 heads = params.h_q - group * kHeads;
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) {
+      const u32 head = 8 * j + 2 * (lane & 3);
+      const float2 f = load_shared_float2(memory.weight(ring, head));
+#pragma unroll
+      for (u32 m = 0; m < 4; m++) {
+        if (head < heads) out[head * (kDv / 2) + m * 32] = pack_bf16(o[m][4 * j] * f.x, o[m][4 * j + 2] * f.x);
+        if (head + 1 < heads) {
+          out[(head + 1) * (kDv / 2) + m * 32] = pack_bf16(o[m][4 * j + 1] * f.y, o[m][4 * j + 3] * f.y);
+        }
+      }
+    }
+  }
+
+  DEVICE void run(int items, int groups) {
+    u32 ring = 0;
+    for (int item = blockIdx.x; item < items; item += gridDim.x) {
+      const int token = item / groups;
+      const int blocks = blocks_of(length_of(params, token));
+      for (int block = 0; block < blocks; block++) {
+        multiply(block == 0);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(memory.p_empty(p_slot.slot));
+        stage.next();
+        p_slot.next();
+      }
+      store(token, item % groups, ring);
+      ring = ring + 1 & 3;
+    }
+  }
+};
+
+// ---- kernel ----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill(const __grid_constant__ PrefillParams params) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const Memory memory{opaque(shared_address(shared))};
+  const u32 lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+  const u32 role = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(memory.k_full(i), 4);   // the warps of the producer
+      mbarrier_init(memory.k_empty(i), 8);  // the warps of values
+    }
+    mbarrier_init(memory.q_full(), 128);
+    mbarrier_init(memory.q_empty(), 4);
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(memory.p_full(i), 4);
+      mbarrier_init(memory.p_empty(i), 8);
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int groups = (params.h_q + kHeads - 1) / kHeads;
+  const int items = params.s_q * groups;
+  if (role == 3) {
+    set_max_registers_down<kProducerRegisters>();
+    Producer{params, memory, lane, warp, {}, {}}.run(items, groups);
+  } else if (role == 2) {
+    set_max_registers_up<kScoreRegisters>();
+    Scores{params, memory, lane, warp, {}, {}}.run(items, groups);
+  } else {
+    set_max_registers_up<kValueRegisters>();
+    Values{params, memory, lane, warp, role, {}, {}}.run(items, groups);
+  }
+}
