@@ -1,8 +1,8 @@
 """The Hopper backend: host side of ``kernels/sm90``, which kernel runs a problem and its launch.
 
 A launch is one struct of pointers, strides and sizes, packed into a buffer of the calling thread.
-Nothing here reads a tensor's values, waits, allocates or changes the current device; the kernel runs
-on the current stream of the tensors' device.
+Nothing here reads a tensor's values, waits, allocates or changes the current device; the kernel
+runs on the current stream of the tensors' device.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ HEADS = 64
 THREADS = 512
 SHARED_BYTES = 232448
 """Dynamic shared memory of a launch: all a CTA can have, as one CTA has a multiprocessor."""
+
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # struct PrefillParams of prefill.cuh: ten pointers, four strides, four sizes, sm_scale, padding.
 PARAMS = struct.Struct("<10Q4q4if4x")
@@ -111,7 +113,8 @@ def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> 
         address = ctypes.addressof(buffer)
         _thread.params = buffer, address
     q, sink, length = problem.q, problem.attn_sink, problem.topk_length
-    assert problem.q_scale is not None and problem.kv_scale is not None  # by `refusal`
+    assert problem.q_scale is not None  # both by `refusal`
+    assert problem.kv_scale is not None
     PARAMS.pack_into(
         buffer,
         0,
@@ -133,7 +136,7 @@ def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> 
         problem.s_kv,
         problem.h_q,
         problem.topk,
-        problem.sm_scale,
+        min(problem.sm_scale, FLOAT32_MAX),
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernel.launch((grid, 1, 1), (THREADS, 1, 1), SHARED_BYTES, stream, address)
