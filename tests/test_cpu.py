@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparse_mla import dispatch
-from sparse_mla.backends import cpu, cpu_table
+from sparse_mla.backends import cpu, cpu_table, cpu_workers
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import (
     CASES,
@@ -133,10 +133,65 @@ def test_short_queries_share_products(tolerance: Tolerance) -> None:
     problem = solve(make_inputs(case))
     compare(problem, tolerance, queries=range(0, 400, 7))
     _, counts = cpu._valid_slots(problem, torch.arange(400))
-    batches = list(cpu._batches(counts, 4))
-    assert len(batches) < 20
-    members = torch.cat([torch.arange(400)[group] for group, _ in batches]).sort().values
+    blocks = list(cpu._blocks(counts, 100))
+    assert len(blocks) < 12
+    members = torch.cat([torch.arange(400)[group] for group, _ in blocks]).sort().values
     assert torch.equal(members, counts.nonzero().view(-1))
+
+
+def test_long_queries_of_alternating_lengths(tolerance: Tolerance) -> None:
+    """Queries of one width are not neighbours, and each has a product of its own."""
+    inputs = make_inputs(Case("alternating", 9, 1500, 4, topk=1400))
+    lengths = torch.tensor([1400, 1300, 0] * 3, dtype=torch.int32)
+    compare(solve(replace(inputs, topk_length=lengths)), tolerance)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 8])
+@pytest.mark.parametrize("s_q", [1, 2, 3, 20])
+def test_any_number_of_workers(
+    workers: int, s_q: int, tolerance: Tolerance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu, "WORTH_WORKERS", 0)
+    monkeypatch.setattr(cpu_workers, "count", lambda: workers)
+    case = Case("workers", s_q, 300, 8, topk=200, pattern="holes", lengths="ragged")
+    inputs = poison_unselected(make_inputs(case))
+    problem = solve(inputs)
+    compare(problem, tolerance)
+    assert all(same_bits(solve(inputs), problem) for _ in range(5))
+
+
+def test_a_worker_has_its_own_number_of_threads_and_leaves_all_others_alone() -> None:
+    if torch.get_num_threads() == 1:
+        pytest.skip("this process has one OpenMP thread, nothing to divide")
+    before, seen = torch.get_num_threads(), []
+    assert cpu_workers.count() > 1
+    with cpu_workers.started(2) as run:
+        run([lambda: seen.append(torch.get_num_threads())] * 2)
+    elsewhere: list[int] = []
+    thread = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen == [before // 2] * 2
+    assert elsewhere == [before]
+    assert torch.get_num_threads() == before
+
+
+def test_without_an_openmp_runtime_there_are_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_workers, "_openmp_libraries", lambda: ["/nowhere/libgomp.so"])
+    cpu_workers._set_own_threads.cache_clear()
+    try:
+        assert cpu_workers.count() == 1
+    finally:
+        cpu_workers._set_own_threads.cache_clear()
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_a_worker_raises_reaches_the_caller(workers: int) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), cpu_workers.started(workers) as run:
+        run([fail, lambda: None])
 
 
 def test_every_one_of_65537_queries_is_written(tolerance: Tolerance) -> None:

@@ -27,11 +27,13 @@ import math
 import os
 import platform
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from ..params import D_V
+from . import cpu_workers
 from .cpu_table import EXTRA, FLOAT8, Rows, RowTable, convert, split, take, usable
 
 if TYPE_CHECKING:
@@ -41,6 +43,12 @@ NAME = "cpu"
 
 BATCH_SLOTS = 2048
 """Queries with few valid slots share a product up to this many slots."""
+
+SOFTMAX_ELEMENTS = 1 << 17
+"""Logits that go through the softmax together: 512 KiB of float32."""
+
+WORTH_WORKERS = 2e9
+"""Floating-point operations, some 10 ms, from which starting threads pays."""
 
 BLOCK_ROWS = 2048
 """Queries are converted together up to this many (query, head) rows."""
@@ -62,21 +70,26 @@ def run(problem: PrefillProblem) -> None:
     """Fill ``out``, ``max_logits`` and ``lse`` of the problem."""
     if problem.s_q == 0:
         return
-    with torch.autocast("cpu", enabled=False):
-        dtype = compute_dtype(problem)
-        table = RowTable(problem, dtype)
-        attention = _Attention(problem, dtype)
-        step = max(1, table.chunk_slots // problem.topk)
+    dtype = compute_dtype(problem)
+    flops = 2 * problem.s_q * problem.h_q * problem.topk * (problem.d_qk + D_V)
+    count = min(cpu_workers.count(), problem.s_q) if flops >= WORTH_WORKERS else 1
+    table = RowTable(problem, dtype)
+    workers = [_Attention(problem, dtype, table) for _ in range(count)]
+    step = max(1, table.chunk_slots // problem.topk)
+    with torch.autocast("cpu", enabled=False), cpu_workers.started(count) as run_tasks:
         for start in range(0, problem.s_q, step):
             queries = torch.arange(start, min(start + step, problem.s_q), device="cpu")
             slots, counts = _valid_slots(problem, queries)
             slots = table.prepare(slots)
             _write_empty(problem, queries[counts == 0])
             log_counts = counts.log()
-            for group, width in _batches(counts, problem.h_q):
-                attention.attend(
-                    _shifted(group, start), slots[group, :width], log_counts[group], table
-                )
+            most = max(1, min(BLOCK_ROWS // problem.h_q, len(queries) // (2 * count)))
+            blocks = [
+                (_shifted(group, start), slots[group, :width], log_counts[group])
+                for group, width in _blocks(counts, most)
+            ]
+            # Who computes what is fixed: predictions, hence bits, are the same each time.
+            run_tasks([partial(w.attend_all, blocks[i::count]) for i, w in enumerate(workers)])
 
 
 def compute_dtype(problem: PrefillProblem) -> torch.dtype:
@@ -104,14 +117,17 @@ def has_fast_bfloat16() -> bool:
         return False
 
 
-class _Scores(NamedTuple):
-    """Softmax of a batch; logits are relative to the centre of their (query, head) row."""
+class _Stats(NamedTuple):
+    """What is known of each softmax, float32 [n, h_q]; logits are relative to their centre."""
 
-    p: torch.Tensor  # float32 [n, h_q, slots], rows sum to 1
-    max: torch.Tensor  # float32 [n, h_q]
-    log_total: torch.Tensor  # float32 [n, h_q], ln sum_j exp(logit - max)
-    centre: torch.Tensor  # float32 [n, h_q]
-    target: torch.Tensor  # float32 [n, h_q], what the centre should have been
+    top: torch.Tensor  # largest logit
+    largest: torch.Tensor  # largest p: 1 / sum_j exp(logit - top)
+    total: torch.Tensor  # sum of the rounded p, without row_scale
+    centre: torch.Tensor
+
+    def lse(self) -> torch.Tensor:
+        """``lse`` in natural units."""
+        return (self.top - self.largest.log()).add_(self.centre)
 
 
 class _Batch(NamedTuple):
@@ -125,11 +141,12 @@ class _Batch(NamedTuple):
 
 
 class _Attention:
-    """The steps of a batch, the buffers they share, and the centres predicted for the next one."""
+    """The steps of a worker's batches, the buffers they share, and the predicted centres."""
 
-    def __init__(self, problem: PrefillProblem, dtype: torch.dtype) -> None:
+    def __init__(self, problem: PrefillProblem, dtype: torch.dtype, table: RowTable) -> None:
         self.problem = problem
         self.dtype = dtype
+        self.table = table
         self.predicted = torch.zeros(problem.h_q, dtype=torch.float32, device="cpu")  # [h_q]
         self.predictions = 0
         self.buffers: dict[str, torch.Tensor] = {}
@@ -146,32 +163,45 @@ class _Attention:
         scale = scale.clamp(1e-37, 1e37).float()
         self.scale = scale.expand(problem.s_q, problem.h_q)
 
-    def attend(
-        self, queries: Rows, slots: torch.Tensor, log_counts: torch.Tensor, table: RowTable
-    ) -> None:
+    @torch.no_grad()
+    def attend_all(self, blocks: list[tuple[Rows, torch.Tensor, torch.Tensor]]) -> None:
+        """Write the results of all ``blocks``, the first query by itself to learn the centre."""
+        for queries, slots, log_counts in blocks:
+            if not self.predictions:
+                for part in (slice(0, 1), slice(1, len(slots))):
+                    if len(slots[part]):
+                        self.attend(_some(queries, part), slots[part], log_counts[part])
+            else:
+                self.attend(queries, slots, log_counts)
+
+    def attend(self, queries: Rows, slots: torch.Tensor, log_counts: torch.Tensor) -> None:
         """Write the results of ``queries``, which read table rows ``slots`` [n, width].
 
         They are converted together and share a predicted centre; a product takes as many of them
         as their slots allow, often one.
         """
-        n, width = slots.shape
+        (n, width), table = slots.shape, self.table
         q, scale = self._queries(queries, n), self.scale[queries]
-        centre = self._set_centre(q, scale, self.predicted.expand(n, -1))
+        stats = torch.empty(4, n, self.problem.h_q, dtype=torch.float32, device="cpu")
+        stats[3] = self._set_centre(q, scale, self.predicted.expand(n, -1))
         together = max(1, BATCH_SLOTS // width)
-        targets = []
         for start in range(0, n, together):
             part = slice(start, min(start + together, n))
             places = slots[part].reshape(-1)
             rows = self._buffer("rows", self.dtype, len(places), table.width)
             torch.index_select(table.rows, 0, places, out=rows)
-            shape = (part.stop - start, -1, width)
-            row_scale = None if table.scale is None else table.scale[places].view(shape)
-            rows = rows.view(shape[0], width, table.width)
+            rows = rows.view(-1, width, table.width)
+            row_scale = None
+            if table.scale is not None:
+                row_scale = table.scale[places].view(-1, 1, width)
             batch = _Batch(q[part], rows, scale[part], row_scale, log_counts[part])
-            scores = self._scores(batch, centre[part])
-            targets.append(scores.target)
-            self._write(_some(queries, part), batch, scores)
-        self._predict(torch.cat(targets))
+            p = self._scores(batch, stats[:, part])
+            self._write_out(_some(queries, part), batch, p, _Stats(*stats[:, part]))
+        done = _Stats(*stats)
+        self.problem.max_logits[queries] = done.top + done.centre
+        self.problem.lse[queries] = done.lse()
+        spread = done.largest.log() + log_counts[:, None]
+        self._predict(done.top + done.centre - spread / 6)
 
     def _queries(self, queries: Rows, n: int) -> torch.Tensor:
         """[n, h_q, d_qk + 32] in the compute dtype, the centre's columns to be set."""
@@ -185,34 +215,35 @@ class _Attention:
         convert(q[..., :d_qk], take(self.problem.q, queries))
         return q
 
-    def _scores(self, batch: _Batch, centre: torch.Tensor, attempt: int = 0) -> _Scores:
-        """Scores whose maxima lie close to their centres, those in q's columns or new ones.
+    def _scores(self, batch: _Batch, stats: torch.Tensor, attempt: int = 0) -> torch.Tensor:
+        """P of a batch whose maxima lie close to their centres, moved where they did not.
 
+        ``stats`` [4, n, h_q] holds the fields of ``_Stats``, on entry the centre in q's columns.
         ``spread`` is how far the maximum lies above the logarithm of the mean weight: 0 for equal
         logits, at most ln(count). Each attempt divides the distance that is left by 100 or more.
         """
-        scores = self._softmax(batch, centre, attempt)
+        p = self._softmax(batch, stats, attempt)
         if self.dtype != torch.bfloat16:
-            return scores
-        spread = batch.log_counts[:, None] - scores.log_total
-        distance = torch.sub(scores.max, spread, alpha=1 / 6)
-        scores = scores._replace(target=centre + distance)
-        far = distance.abs_() > spread.div_(3).add_(0.4)
+            return p
+        top, largest, _, centre = stats
+        spread = largest.log().add_(batch.log_counts[:, None])
+        distance = torch.sub(top, spread, alpha=1 / 6)
+        far = distance.abs() > spread.div_(3).add_(0.4)
         if attempt == 4 or not far.any():
-            return scores
-        far &= scores.target.isfinite()
-        if far.shape[0] > 1:
-            centre = torch.where(far, scores.target, centre)
-            centre = self._set_centre(batch.q, batch.scale, centre)
-            return self._scores(batch, centre, attempt + 1 if far.any() else 4)
+            return p
+        far &= distance.isfinite()
+        target = torch.where(far, centre + distance, centre)
+        if len(target) > 1:
+            stats[3] = self._set_centre(batch.q, batch.scale, target)
+            return self._scores(batch, stats, attempt + 1 if far.any() else 4)
         heads = far[0].nonzero().view(-1)
         if len(heads):
             some = batch._replace(q=batch.q[:, heads], scale=batch.scale[:, heads])
-            centre = self._set_centre(some.q, some.scale, scores.target[:, heads])
-            again = self._scores(some, centre, attempt + 1)
-            for whole, part in zip(scores, again, strict=True):
-                whole.index_copy_(1, heads, part)
-        return scores
+            part = stats[:, :, heads]
+            part[3] = self._set_centre(some.q, some.scale, target[:, heads])
+            p.index_copy_(1, heads, self._scores(some, part, attempt + 1))
+            stats.index_copy_(2, heads, part)
+        return p
 
     def _set_centre(
         self, q: torch.Tensor, scale: torch.Tensor, centre: torch.Tensor
@@ -237,48 +268,58 @@ class _Attention:
             mean = mean.where(mean.isfinite(), self.predicted)
         self.predicted.lerp_(mean, weight)
 
-    def _softmax(self, batch: _Batch, centre: torch.Tensor, attempt: int) -> _Scores:
-        """softmax(scale * row_scale * q @ rows^T), in one buffer that stays in the core's cache."""
-        shape = (*batch.scale.shape, batch.rows.shape[1])
-        raw = self._buffer("raw", self.dtype, *shape)
-        if shape[0] == 1:
+    def _softmax(self, batch: _Batch, stats: torch.Tensor, attempt: int) -> torch.Tensor:
+        """softmax(scale * row_scale * q @ rows^T), a few heads at a time to stay in the cache."""
+        n, h_q, width = *batch.scale.shape, batch.rows.shape[1]
+        raw = self._buffer("raw", self.dtype, n, h_q, width)
+        if n == 1:
             torch.mm(batch.q[0], batch.rows[0].T, out=raw[0])
         else:
             torch.bmm(batch.q, batch.rows.transpose(1, 2), out=raw)
-        p = self._buffer(f"p{attempt}", torch.float32, *shape)
-        torch.mul(raw, batch.scale[..., None], out=p)
+        rounded = self._buffer(f"rounded{attempt}", self.dtype, n, h_q, width)
+        step = max(1, SOFTMAX_ELEMENTS // (n * width))
+        for first in range(0, h_q, step):
+            heads = slice(first, min(first + step, h_q))
+            p = self._buffer("p", torch.float32, n, heads.stop - first, width)
+            self._round(raw[:, heads], batch, heads, p, rounded[:, heads], stats[:, :, heads])
+        return rounded
+
+    def _round(
+        self,
+        raw: torch.Tensor,
+        batch: _Batch,
+        heads: slice,
+        p: torch.Tensor,
+        rounded: torch.Tensor,
+        stats: torch.Tensor,
+    ) -> None:
+        """Softmax of some heads into ``rounded``, times row_scale; ``stats`` but the centre."""
+        p.copy_(raw).mul_(batch.scale[:, heads, None])
         if batch.row_scale is not None:
             p *= batch.row_scale
-        top = p.amax(dim=-1)
+        torch.amax(p, dim=-1, out=stats[0])
         torch.softmax(p, dim=-1, out=p)
-        # The largest probability is exp(0) / total.
-        return _Scores(p, top, p.amax(dim=-1).log_().neg_(), centre, centre)
+        torch.amax(p, dim=-1, out=stats[1])
+        if batch.row_scale is not None:
+            p *= batch.row_scale
+        rounded.copy_(p)
+        p.copy_(rounded)
+        if batch.row_scale is not None:
+            p /= batch.row_scale
+        torch.sum(p, dim=-1, out=stats[2])
 
-    def _write(self, queries: Rows, batch: _Batch, scores: _Scores) -> None:
-        """``max_logits``, ``lse`` and ``out`` = (p rounded) @ V over the sum of what was rounded."""
-        max_logits = scores.max + scores.centre
-        lse = max_logits + scores.log_total
-        self.problem.max_logits[queries] = max_logits
-        self.problem.lse[queries] = lse
-        p, row_scale, sink = scores.p, batch.row_scale, self.problem.attn_sink
-        if row_scale is not None:
-            p *= row_scale
-        rounded = self._buffer("rounded", self.dtype, *p.shape).copy_(p)
-        if row_scale is None:
-            factor = self.value_scale / rounded.sum(dim=-1, dtype=torch.float32)
-        else:
-            factor = 1.0 / (rounded / row_scale).sum(dim=-1, dtype=torch.float32)
-        if sink is not None:
-            factor *= torch.sigmoid(lse - sink)
-        values = batch.rows[..., :D_V]
-        out = self.problem.out
-        if p.shape[0] == 1 and out.dtype == self.dtype:
-            out = out[queries][0]
-            torch.mm(rounded[0], values[0], out=out)
+    def _write_out(self, queries: Rows, batch: _Batch, p: torch.Tensor, stats: _Stats) -> None:
+        """``out``: p @ V over the sum of the rounded p, scaled for the sink."""
+        factor = (self.value_scale if batch.row_scale is None else 1.0) / stats.total
+        if self.problem.attn_sink is not None:
+            factor *= torch.sigmoid(stats.lse() - self.problem.attn_sink)
+        out, values = self.problem.out, batch.rows[..., :D_V]
+        if len(factor) == 1 and out.dtype == self.dtype:
+            out = out[queries.start if isinstance(queries, slice) else int(queries)]
+            torch.mm(p[0], values[0], out=out)
             out.mul_(factor[0, :, None])
         else:
-            product = torch.bmm(rounded, values).mul_(factor[..., None])
-            out[queries] = product.to(out.dtype)
+            out[queries] = torch.bmm(p, values).mul_(factor[..., None]).to(out.dtype)
 
     def _buffer(self, name: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
         """A dense tensor of ``shape`` in memory that batches share; its contents are undefined."""
@@ -317,14 +358,13 @@ def _padded(count: int) -> int:
     return 16 if count <= 16 else 32 if count <= 32 else -(-count // 64) * 64
 
 
-def _batches(counts: torch.Tensor, h_q: int) -> Iterator[tuple[Rows, int]]:
+def _blocks(counts: torch.Tensor, most: int) -> Iterator[tuple[Rows, int]]:
     """Positions of queries that are computed together, and their width; no query without slots."""
     widths = torch.where(counts > 32, (counts + 63) // 64 * 64, torch.where(counts > 16, 32, 16))
     widths[counts == 0] = 0
     for width in sorted(set(widths.tolist())):
         if width:
-            together = max(1, BLOCK_ROWS // h_q)
-            for group in (widths == width).nonzero().view(-1).split(together):
+            for group in (widths == width).nonzero().view(-1).split(most):
                 first, last = int(group[0]), int(group[-1])
                 yield slice(first, last + 1) if last - first + 1 == len(group) else group, width
 
