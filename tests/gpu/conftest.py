@@ -1,0 +1,35 @@
+"""Everything here needs a Hopper GPU, and says so by the marker ``gpu``.
+
+``SPARSE_MLA_TEST_DEVICE=cpu python -m pytest tests/gpu`` tries the tests' own logic without one: on
+CPU tensors and the ``cpu`` backend, without what only CUDA has.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hopper import ON_GPU
+
+HERE = Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            if ON_GPU:
+                item.add_marker(pytest.mark.gpu)
+            elif item.get_closest_marker("cuda_only"):
+                item.add_marker(pytest.mark.skip(reason="tests what only CUDA has"))
+
+
+@pytest.fixture(autouse=True)
+def _sums_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU: arithmetic close enough for the limits of the kernel."""
+    if not ON_GPU:
+        monkeypatch.setenv("SPARSE_MLA_CPU_COMPUTE", "float32")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda_only: tests what has no counterpart on CPU tensors")

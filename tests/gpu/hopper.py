@@ -1,0 +1,131 @@
+"""What the tests of the Hopper kernel share: the device, random inputs made on it, checked calls.
+
+Every call goes through a public operator, into outputs filled with NaN, and asserts which backend
+ran it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
+from sparse_mla.params import PrefillProblem
+from sparse_mla.testing import Inputs, Tolerance, make_problem
+
+DEVICE = os.environ.get("SPARSE_MLA_TEST_DEVICE", "cuda")
+ON_GPU = DEVICE == "cuda"
+BACKEND = "sm90" if ON_GPU else "cpu"
+
+E4M3 = torch.float8_e4m3fn
+NAN_BYTE = 0xFF
+
+LIMITS = Tolerance(out=0.0625, absolute=2e-3, relative=1e-3)
+"""For a row of any make: half a step of e4m3 is 2**-4 of the smallest number of a binade, so where
+one slot holds nearly all of the mass its rounding may show in full. What many slots average out to
+is in test_sm90_accuracy."""
+
+INVALID = (-1, -2, -(2**31), 2147480000, 2143289344, 2**31 - 1)
+"""Indices that select nothing in any cache used here; so does ``s_kv`` of each."""
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def fp8(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Normally distributed e4m3 numbers."""
+    return torch.randn(shape, generator=generator(seed), device=DEVICE).to(E4M3)
+
+
+def scalar(value: float) -> torch.Tensor:
+    """A scale, as the strict operator takes it."""
+    return torch.full((1,), value, dtype=torch.float32, device=DEVICE)
+
+
+def drawn(
+    s_q: int,
+    s_kv: int,
+    h_q: int = 64,
+    d_qk: int = 576,
+    topk: int = 128,
+    *,
+    seed: int = 0,
+    sigma: float = 1.0,
+) -> Inputs:
+    """Random rows and valid random slots; no scale is 1 or a power of two."""
+    q_scale, kv_scale = 0.7, 0.3
+    slots = torch.randint(
+        s_kv, (s_q, 1, topk), generator=generator(seed), device=DEVICE, dtype=torch.int32
+    )
+    return Inputs(
+        q=fp8(s_q, h_q, d_qk, seed=seed + 1),
+        kv=fp8(s_kv, 1, d_qk, seed=seed + 2),
+        indices=slots,
+        sm_scale=sigma / (math.sqrt(d_qk) * q_scale * kv_scale),
+        q_scale=scalar(q_scale),
+        kv_scale=scalar(kv_scale),
+    )
+
+
+def strict(inputs: Inputs, outputs: Results | None = None, **changes: Any) -> PrefillProblem:
+    """One call of the strict operator; the problem it solved, to be compared."""
+    inputs = replace(inputs, **changes)
+    problem = make_problem(inputs, outputs)
+    returned = sparse_mla_q8kv8_prefill_fwd(
+        **vars(inputs), out=problem.out, max_logits=problem.max_logits, lse=problem.lse
+    )
+    assert dispatch.last_backend() == BACKEND
+    assert returned[0] is problem.out
+    assert returned[1] is problem.max_logits
+    assert returned[2] is problem.lse
+    return problem
+
+
+def general(inputs: Inputs, outputs: Results | None = None, **changes: Any) -> PrefillProblem:
+    """One call of the general operator; the problem it solved, to be compared."""
+    inputs = replace(inputs, **changes)
+    problem = make_problem(inputs, outputs)
+    sparse_mla_prefill(
+        **vars(inputs), out=problem.out, max_logits=problem.max_logits, lse=problem.lse
+    )
+    assert dispatch.last_backend() == BACKEND
+    return problem
+
+
+def either(inputs: Inputs, outputs: Results | None = None) -> PrefillProblem:
+    """The strict operator where it takes the problem, else the general one."""
+    takes = inputs.q.shape[1] % 64 == 0 and inputs.indices.shape[-1] % 128 == 0
+    return (strict if takes else general)(inputs, outputs)
+
+
+def results(problem: PrefillProblem) -> Results:
+    return problem.out, problem.max_logits, problem.lse
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor: equal even where it is NaN, different where zeros differ in sign."""
+    return x.contiguous().view(torch.uint8)
+
+
+def assert_equal_bits(got: torch.Tensor, want: torch.Tensor, name: str) -> None:
+    equal = torch.equal(bits(got), bits(want))  # not in the assert: its tensors would be printed
+    assert equal, f"{name}: {int((bits(got) != bits(want)).sum())} bytes differ"
+
+
+def assert_same_bits(got: PrefillProblem, want: PrefillProblem) -> None:
+    for name in ("out", "max_logits", "lse"):
+        assert_equal_bits(getattr(got, name), getattr(want, name), name)
+
+
+def assert_empty(problem: PrefillProblem, queries: Any = slice(None)) -> None:
+    """These queries have no valid slot, and give what such queries give."""
+    assert not bits(problem.out[queries]).any(), "out is not +0 everywhere"
+    assert (problem.max_logits[queries] == -math.inf).all()
+    assert (problem.lse[queries] == math.inf).all()
