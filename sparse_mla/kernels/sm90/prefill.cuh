@@ -60,11 +60,9 @@ constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
 constexpr int kThreads = 512;
 constexpr u32 kProducerRegisters = 32, kScoreRegisters = 144, kValueRegisters = 168;  // 128 x sum = 65,536
 
-// The reference of the exponent sits kHeadroom below the first maximum and is raised only when a logit passes it by
-// more than kLimit = log2(448): P lies in (0, 448], and its largest value of a row is at least 2^kHeadroom at first,
-// so that probabilities 2^-(6 + kHeadroom) of the largest are still normal e4m3 numbers.
+// The reference of the exponent sits kHeadroom below the running maximum: P lies in (0, 256] and the largest of a row is
+// 256, which e4m3 holds exactly. Probabilities down to 2^-14 of it are normal numbers, down to 2^-17 subnormal ones.
 constexpr float kHeadroom = 8.f;
-constexpr float kLimit = 8.75f;
 constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so that -inf - kLowest is -inf
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
@@ -213,8 +211,7 @@ struct Producer {
   DEVICE void announce() {
     cp_async_wait<lag>();
     fence_async_shared();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(memory.k_full(announced.slot));
+    mbarrier_arrive(memory.k_full(announced.slot));
     announced.next();
   }
 
@@ -284,13 +281,12 @@ struct Scores {
     const u32 base = memory.q();
 #pragma unroll
     for (u32 step = 0; step < kQSteps; step++) ldmatrix_x4(q[step], base + q_offset(row, 2 * step + half));
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(memory.q_empty());
+    mbarrier_arrive(memory.q_empty());
   }
 
   // S = Q K[stage]^T, left in flight
-  DEVICE void start_multiply() {
-    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
+  DEVICE void start_multiply(bool ready) {
+    if (!ready) mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     const u32 tile = memory.k(stage.slot);
     const u64 latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), tile);
     const u64 rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), tile + kRope);
@@ -319,7 +315,7 @@ struct Scores {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // New references where a logit passes the limit, and what O and the sums are multiplied by.
+  // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
   DEVICE void move_references(float c, float (&factor)[2]) {
     float top[2][4];
 #pragma unroll
@@ -342,7 +338,7 @@ struct Scores {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       highest[r] = fmaxf(highest[r], row_top[r]);
-      const float moved = fmaf(row_top[r], c, -reference[r]) > kLimit ? fmaf(row_top[r], c, -kHeadroom) : reference[r];
+      const float moved = fmaxf(reference[r], fmaf(row_top[r], c, -kHeadroom));
       factor[r] = exp2_approx(reference[r] - moved);
       reference[r] = moved;
       sum[r] *= factor[r];
@@ -372,8 +368,7 @@ struct Scores {
 
   // Hands the last P, its factors and weights to the values. Its stores were fenced under QK.
   DEVICE void publish(bool pending) {
-    __syncwarp();
-    if (pending && lane == 0) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
+    if (pending) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
   }
 
   // Row sums to 1 / sum for the values, and this item's max_logits and lse.
@@ -405,7 +400,7 @@ struct Scores {
     const float v_scale = good ? kv_scale : kNan;
     const float c = logit_scale * kLog2e;
     u32 turn = 0;  // items done
-    bool pending = false;
+    bool pending = false, ready = false;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int blocks = blocks_of(length_of(params, item / groups));
       load_q(turn & 1);
@@ -417,7 +412,7 @@ struct Scores {
       }
       bool any_valid = false;
       for (int block = 0; block < blocks; block++) {
-        start_multiply();
+        start_multiply(ready);
         // In the shadow of QK: the fence between the last P's stores and wgmma, and the wait for the buffer of the next
         // P. It may be overwritten only after both value warpgroups have added P[b] V[b].
         fence_async_shared();
@@ -431,6 +426,9 @@ struct Scores {
         float factor[2];
         move_references(c, factor);
         const bool raised = __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f);
+        stage.next();
+        // Asked for here, its answer comes under the exponentials.
+        ready = mbarrier_test(memory.k_full(stage.slot), stage.parity);
         write_p(c);
         if ((lane & 3) == 0 && raised) {
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2)), factor[0]);
@@ -438,7 +436,6 @@ struct Scores {
         }
         if (lane == 0) store_shared_u8(memory.raised(p_slot.slot) + warp, raised);
         if (block + 1 == blocks) finish(item / groups, item % groups, logit_scale, v_scale, any_valid, turn & 3);
-        stage.next();
         p_slot.next();
       }
       turn++;
@@ -519,8 +516,7 @@ struct Values {
         load_v(v[(part + 2) % 3], part + 2);
       }
       if (part == 6) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(memory.k_empty(stage.slot));
+        mbarrier_arrive(memory.k_empty(stage.slot));
       }
     }
     wgmma_wait<0>();
@@ -551,8 +547,7 @@ struct Values {
       const int blocks = blocks_of(length_of(params, token));
       for (int block = 0; block < blocks; block++) {
         multiply(block == 0);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(memory.p_empty(p_slot.slot));
+        mbarrier_arrive(memory.p_empty(p_slot.slot));
         stage.next();
         p_slot.next();
       }
@@ -570,15 +565,17 @@ extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill(con
   const u32 lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
   const u32 role = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   if (threadIdx.x == 0) {
+    // Every thread arrives for its own loads and stores. One lane could stand in for its warp after __syncwarp; it was
+    // no faster, and a race checker does not follow it.
     for (int i = 0; i < kStages; i++) {
-      mbarrier_init(memory.k_full(i), 4);   // the warps of the producer
-      mbarrier_init(memory.k_empty(i), 8);  // the warps of values
+      mbarrier_init(memory.k_full(i), 128);   // producer
+      mbarrier_init(memory.k_empty(i), 256);  // values
     }
-    mbarrier_init(memory.q_full(), 128);
-    mbarrier_init(memory.q_empty(), 4);
+    mbarrier_init(memory.q_full(), 128);   // producer
+    mbarrier_init(memory.q_empty(), 128);  // scores
     for (int i = 0; i < 2; i++) {
-      mbarrier_init(memory.p_full(i), 4);
-      mbarrier_init(memory.p_empty(i), 8);
+      mbarrier_init(memory.p_full(i), 128);   // scores
+      mbarrier_init(memory.p_empty(i), 256);  // values
     }
     fence_mbarrier_init();
   }
