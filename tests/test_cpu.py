@@ -86,7 +86,7 @@ def test_large_logits_lose_nothing_to_rounding(offset: float, tolerance: Toleran
     inputs.q[..., 575] = 8.0
     inputs.kv[..., 575] = offset / (8.0 * inputs.sm_scale)
     problem = solve(inputs)
-    compare(problem, replace(tolerance, absolute=0.005, relative=2**-20))
+    compare(problem, replace(tolerance, absolute=0.008, relative=2**-20))
 
 
 def test_queries_whose_logits_jump_about(tolerance: Tolerance) -> None:
