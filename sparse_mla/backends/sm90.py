@@ -91,6 +91,8 @@ def refusal(problem: PrefillProblem) -> str | None:
             "rows of q and kv must start at multiples of 16 bytes, got addresses "
             f"{q.data_ptr():#x} and {kv.data_ptr():#x}, strides {q.stride()} and {kv.stride()}"
         )
+    if problem.out.data_ptr() & 3:
+        return f"out must start at a multiple of 4 bytes, got {problem.out.data_ptr():#x}"
     if _kv_stride(problem) >= 2**32 or problem.s_q * _groups(problem) >= 2**31:
         return f"kv stride {_kv_stride(problem)} or s_q {problem.s_q} is past the kernels' range"
     return None
