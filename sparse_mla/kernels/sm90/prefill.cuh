@@ -265,7 +265,7 @@ struct Scores {
   Ring<2> p_slot;
   u32 q[kQSteps][4];
   float s[32];
-  float reference[2], sum[2], highest[2];
+  float reference[2], sum[2];
 
   DEVICE void load_q(u32 parity) {
     mbarrier_wait(memory.q_full(), parity);
@@ -330,7 +330,6 @@ struct Scores {
     }
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
-      highest[r] = fmaxf(highest[r], row_top[r]);
       const float moved = fmaxf(reference[r], fmaf(row_top[r], c, -kHeadroom));
       factor[r] = exp2_approx(reference[r] - moved);
       reference[r] = moved;
@@ -364,24 +363,25 @@ struct Scores {
     if (pending) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
   }
 
-  // Row sums to 1 / sum for the values, and this item's max_logits and lse.
-  DEVICE void finish(int token, int group, float logit_scale, float v_scale, bool any_valid, u32 ring) {
+  // Row sums to 1 / sum for the values, and this item's max_logits and lse. The sum is 0 only where no slot is valid: the
+  // largest logit alone has given it 256.
+  DEVICE void finish(int token, int group, float v_scale, u32 ring) {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       const float total = quad_sum(sum[r]);
-      const float top = highest[r];
+      const bool empty = total == 0.f;
       const u32 row = warp * 16 + (lane >> 2) + 8 * r, head = group * kHeads + row;
       if ((lane & 3) == 0 && head < static_cast<u32>(params.h_q)) {
         float denominator = total;
         if (params.attn_sink != nullptr) {
           denominator += exp2_approx(__ldg(params.attn_sink + head) * kLog2e - reference[r]);
         }
-        store_shared_float(memory.weight(ring, row), any_valid ? v_scale / denominator : 0.f);
-        const i64 at = static_cast<i64>(token) * params.h_q + head;
+        store_shared_float(memory.weight(ring, row), empty ? 0.f : v_scale / denominator);
         // A NaN logit is lost in fmaxf but not in the sum; v_scale carries a bad scale.
         const float poison = (total + v_scale) * 0.f;
-        params.max_logits[at] = any_valid ? top * logit_scale + poison : -kInfinity;
-        params.lse[at] = any_valid ? (reference[r] + log2_approx(total)) * kLn2 + poison : kInfinity;
+        const i64 at = static_cast<i64>(token) * params.h_q + head;
+        params.max_logits[at] = empty ? -kInfinity : (reference[r] + kHeadroom) * kLn2 + poison;
+        params.lse[at] = empty ? kInfinity : (reference[r] + log2_approx(total)) * kLn2 + poison;
       }
     }
   }
@@ -389,9 +389,8 @@ struct Scores {
   DEVICE void run(int items, int groups) {
     const float q_scale = __ldg(params.q_scale), kv_scale = __ldg(params.kv_scale);
     const bool good = q_scale > 0.f && q_scale < kInfinity && kv_scale > 0.f && kv_scale < kInfinity;
-    const float logit_scale = good ? params.sm_scale * q_scale * kv_scale : 1.f;
+    const float c = (good ? params.sm_scale * q_scale * kv_scale : 1.f) * kLog2e;
     const float v_scale = good ? kv_scale : kNan;
-    const float c = logit_scale * kLog2e;
     u32 turn = 0;  // items done
     bool pending = false, ready = false;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
@@ -401,9 +400,7 @@ struct Scores {
       for (u32 r = 0; r < 2; r++) {
         reference[r] = kLowest;
         sum[r] = 0.f;
-        highest[r] = -kInfinity;
       }
-      bool any_valid = false;
       for (int block = 0; block < blocks; block++) {
         start_multiply(ready);
         // In the shadow of QK: the fence between the last P's stores and wgmma, and the wait for the buffer of the next
@@ -414,7 +411,6 @@ struct Scores {
         wgmma_wait<0>();
         publish(pending);
         pending = true;
-        any_valid |= valid != 0;
         mask(valid);
         float factor[2];
         move_references(c, factor);
@@ -428,7 +424,7 @@ struct Scores {
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
         }
         if (lane == 0) store_shared_u8(memory.raised(p_slot.slot) + warp, raised);
-        if (block + 1 == blocks) finish(item / groups, item % groups, logit_scale, v_scale, any_valid, turn & 3);
+        if (block + 1 == blocks) finish(item / groups, item % groups, v_scale, turn & 3);
         p_slot.next();
       }
       turn++;
