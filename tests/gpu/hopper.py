@@ -24,8 +24,9 @@ BACKEND = "sm90" if ON_GPU else "cpu"
 E4M3 = torch.float8_e4m3fn
 NAN_BYTE = 0xFF
 
-LIMITS = Tolerance(out=0.0625, absolute=2e-3, relative=1e-3)
-"""For a row of any make: half a step of e4m3 is 2**-4 of the smallest number of a binade, so where
+LIMITS = Tolerance(out=0.0625, absolute=1.6e-2, relative=1e-3)
+"""FP8 wgmma keeps about 14 bits while it sums: logits of standard deviation 4 were seen to be off by
+1.1e-2 + 1e-3 relative, those of 1 by 8e-3. And for a row of any make: half a step of e4m3 is 2**-4 of the smallest number of a binade, so where
 one slot holds nearly all of the mass its rounding may show in full. What many slots average out to
 is in test_sm90_accuracy."""
 
