@@ -138,12 +138,15 @@ def last_backend() -> str:
 
 
 def _requires_grad(problem: PrefillProblem) -> bool:
-    sink = problem.attn_sink
+    """Whether autograd would follow a backend's operations."""
+    optional = (problem.q_scale, problem.kv_scale, problem.attn_sink)
     return (
         problem.q.requires_grad
         or problem.kv.requires_grad
         or problem.out.requires_grad
-        or (sink is not None and sink.requires_grad)
+        or problem.max_logits.requires_grad
+        or problem.lse.requires_grad
+        or any(tensor is not None and tensor.requires_grad for tensor in optional)
     )
 
 

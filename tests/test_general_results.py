@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from sparse_mla import dispatch, sparse_mla_prefill
+from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
 
 BACKENDS = ["reference", "cpu"]
 UNDISTURBED = ["reference", "cpu"]
@@ -18,8 +18,8 @@ E4M3 = torch.float8_e4m3fn
 
 
 @contextmanager
-def default_dtype() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:
@@ -27,7 +27,8 @@ def default_dtype() -> Iterator[None]:
 
 
 DISTURBANCES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "default dtype float64": default_dtype,
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
     "default device meta": lambda: torch.device("meta"),
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
 }
@@ -100,6 +101,25 @@ def test_no_gradient_is_recorded_where_grad_mode_is_off() -> None:
     assert not out.requires_grad
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["q_scale", "kv_scale", "attn_sink", "out", "max_logits", "lse"])
+def test_strict_results_record_no_gradient(name: str, backend: str, monkeypatch: Any) -> None:
+    """Whatever requires one: the results are leaves of no graph, given ones too."""
+    monkeypatch.setenv("SPARSE_MLA_BACKEND", backend)
+    q, kv = torch.ones(1, 64, 512).to(E4M3), torch.ones(3, 1, 512).to(E4M3)
+    more = {"q_scale": torch.ones(1), "kv_scale": torch.ones(1), "attn_sink": torch.zeros(64)}
+    shapes = {"out": (1, 64, 512), "max_logits": (1, 64), "lse": (1, 64)}
+    if name in shapes:
+        dtype = torch.bfloat16 if name == "out" else torch.float32
+        more[name] = torch.empty(shapes[name], dtype=dtype)
+    more[name].requires_grad_()
+    results = sparse_mla_q8kv8_prefill_fwd(
+        q, kv, torch.zeros(1, 1, 128, dtype=torch.int32), 1.0, **more
+    )
+    assert dispatch.last_backend() == backend
+    assert all(result.grad_fn is None for result in results)
+
+
 def test_under_inference_mode() -> None:
     q, kv, indices = inputs()
     want = sparse_mla_prefill(q, kv, indices)
@@ -111,9 +131,10 @@ def test_under_inference_mode() -> None:
 @pytest.mark.parametrize("disturb", DISTURBANCES)
 def test_process_wide_defaults_do_not_matter(disturb: str, backend: str) -> None:
     """Model loaders set default dtypes and devices, and forget to set them back."""
-    q, kv = torch.randn(3, 5, 512).to(E4M3), torch.randn(9, 512).to(E4M3)
-    indices = torch.randint(-2, 11, (3, 20), dtype=torch.int32)
-    lengths, scale = torch.tensor([20, 5, 0], dtype=torch.int32), torch.rand(9) + 0.5
+    g = torch.Generator().manual_seed(4)
+    q, kv = (torch.randn(*shape, generator=g).to(E4M3) for shape in ((3, 64, 576), (90, 576)))
+    indices = torch.randint(-2, 92, (3, 128), dtype=torch.int32, generator=g)
+    lengths, scale = torch.tensor([128, 50, 0], dtype=torch.int32), torch.rand(90) + 0.5
 
     def call() -> tuple[torch.Tensor, ...]:
         return sparse_mla_prefill(
@@ -121,7 +142,7 @@ def test_process_wide_defaults_do_not_matter(disturb: str, backend: str) -> None
             topk_length=lengths, attn_sink=sink, backend=backend, return_stats=True,
         )  # fmt: skip
 
-    sink = torch.zeros(5)
+    sink = torch.zeros(64)
     want = call()
     with DISTURBANCES[disturb]():
         got = call()

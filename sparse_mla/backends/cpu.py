@@ -82,7 +82,7 @@ def run(problem: PrefillProblem) -> None:
             slots, counts = _valid_slots(problem, queries)
             slots = table.prepare(slots)
             _write_empty(problem, queries[counts == 0])
-            log_counts = counts.log()
+            log_counts = counts.to(torch.float32).log()  # integers' log is of the default dtype
             most = max(1, min(BLOCK_ROWS // problem.h_q, len(queries) // (2 * count)))
             blocks = [
                 (_shifted(group, start), slots[group, :width], log_counts[group])
