@@ -59,6 +59,23 @@ def test_no_probability_mass_is_lost(case: Case, backend: tuple[str, Tolerance])
     compare(problem, tolerance)
 
 
+def test_the_denominator_is_the_sum_of_what_was_rounded(backend: tuple[str, Tolerance]) -> None:
+    """Equal probabilities round the same way: over an unrounded sum every output would shrink."""
+
+    def rounding(count: int) -> float:
+        return count * float(torch.tensor(1 / count).bfloat16()) - 1
+
+    topk = min(range(1025, 1400), key=rounding)
+    assert rounding(topk) < -0.002
+    name, _ = backend
+    inputs = make_inputs(Case("equal", 1, topk, 2, topk=topk, logits="flat"))
+    inputs.kv[:, 0, :512] = torch.linspace(1, 400, 512).to(inputs.kv.dtype)
+    problem = make_problem(inputs)
+    assert dispatch.run(problem, name) == name
+    ratio = problem.out.float() / inputs.kv[0, 0, :512].float()
+    assert abs(float(ratio.mean()) - 1) < 5e-4
+
+
 @pytest.mark.parametrize("sigma", [0.05, 1.0, 2.0, 4.0])
 def test_bfloat16_is_better_than_fp8_probabilities_allow(
     sigma: float, monkeypatch: pytest.MonkeyPatch

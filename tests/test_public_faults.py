@@ -326,6 +326,24 @@ def test_a_scale_that_means_nothing_gives_nan_where_there_is_a_row(
         assert x[1:3].isnan().all()
 
 
+def test_scales_whose_product_is_below_float32_leave_masked_slots_masked(backend: str) -> None:
+    inputs = drawn(pattern="holes")
+    tiny = torch.tensor([1e-30])
+    out, max_logits, lse = attend(backend, inputs, q_scale=tiny, kv_scale=tiny)
+    valid = ((inputs.indices >= 0) & (inputs.indices < 40)).sum(dim=-1)  # [s_q, 1]
+    assert out.isfinite().all()
+    assert (max_logits.abs() < 1e-6).all()
+    torch.testing.assert_close(lse, valid.float().log().expand(-1, 5), rtol=0, atol=1e-5)
+
+
+def test_a_subnormal_token_scale_is_a_scale(backend: str) -> None:
+    inputs = drawn(scales="token")
+    scale = inputs.kv_scale.clone()
+    scale[::2] = 1e-40
+    got = attend(backend, inputs, kv_scale=scale)
+    same(got, attend("reference", inputs, kv_scale=scale))
+
+
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_token_scale_that_means_nothing_spoils_only_what_selects_it(
     backend: str, value: float

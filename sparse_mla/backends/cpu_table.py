@@ -16,6 +16,9 @@ TABLE_BYTES = 192 << 20
 CHUNK_SLOTS = 1 << 20
 """Slots whose indices are looked at together."""
 
+TOKEN_SCALES = (1e-30, 1e30)
+"""Scales of single tokens are taken within these, so that P times a scale keeps P's precision."""
+
 FILL_ROWS = 2048
 """Rows converted at a time."""
 
@@ -40,7 +43,9 @@ class RowTable:
         self.chunk_slots = CHUNK_SLOTS if self.whole else min(CHUNK_SLOTS, most - 1)
         self.scale: torch.Tensor | None = None  # float32 [rows], where each token has its own
         scale = problem.kv_scale
-        self.token_scale = usable(scale) if scale is not None and scale.numel() != 1 else None
+        self.token_scale: torch.Tensor | None = None
+        if scale is not None and scale.numel() != 1:
+            self.token_scale = usable(scale).clamp(*TOKEN_SCALES)
         self.rows = torch.empty(0, self.width, dtype=dtype, device="cpu")
         if self.whole:
             self.done = torch.zeros(problem.s_kv + 1, dtype=torch.bool, device="cpu")
@@ -85,7 +90,7 @@ class RowTable:
             block[:, d_qk:] = 0
             inverse = torch.ones(len(token), dtype=torch.float32, device="cpu")
             if self.token_scale is not None:
-                inverse = self.token_scale[token].reciprocal().nan_to_num(0.0).clamp(max=1e30)
+                inverse = self.token_scale[token].reciprocal().nan_to_num(0.0)
             high, low = split(inverse, self.dtype, 2)
             block[:, d_qk + 1 : d_qk + 4] = -high[:, None]
             block[:, d_qk + 4 : d_qk + 6] = -low[:, None]
