@@ -45,8 +45,9 @@ from sparse_mla.version import __version__  # noqa: E402
 
 DEVICE = "cuda"
 E4M3 = torch.float8_e4m3fn
-LIMITS = Tolerance(out=0.04, absolute=2e-3, relative=1e-3)
-"""FP8 probabilities at logits of standard deviation 1 leave a relative L2 of 0.03 at most."""
+LIMITS = Tolerance(out=0.04, absolute=1.6e-2, relative=1e-3)
+"""At logits of standard deviation 1: FP8 probabilities leave a relative L2 of 0.03 at most, and the
+14 bits of FP8 wgmma's sums 8e-3 of a logit."""
 
 OUTPUTS = ("out", "max_logits", "lse")
 INPUT_SETS = 4
@@ -261,7 +262,7 @@ def machine() -> dict[str, Any]:
     )
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join([sys.executable, *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "card": card(),
         "multiprocessors": torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         "compiler": jit.compiler_version(),
@@ -275,16 +276,18 @@ def machine() -> dict[str, Any]:
 
 def run_tests() -> dict[str, Any]:
     """The GPU tests, in a process of their own."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q"]
-    command += ["-p", "no:cacheprovider"]
+    arguments = ["-m", "pytest", "-m", "gpu", "tests/gpu", "-q", "-p", "no:cacheprovider"]
     begin = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     lines = done.stdout.strip().splitlines()
-    if done.returncode:
+    passed = done.returncode == 0 and " passed" in lines[-1]
+    if not passed:
         print(done.stdout, done.stderr, sep="\n", flush=True)
     return {
-        "command": shlex.join(command),
-        "passed": done.returncode == 0,
+        "command": shlex.join(["python", *arguments]),
+        "passed": passed,
         "summary": lines[-1] if lines else done.stderr.strip(),
         "failed": [line for line in lines if line.startswith(("FAILED", "ERROR"))],
         "seconds": time.perf_counter() - begin,

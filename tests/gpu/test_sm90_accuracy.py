@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import DEVICE, E4M3, LIMITS, ON_GPU, drawn, scalar, strict
+from hopper import DEVICE, E4M3, EXACT_SUMS, LIMITS, ON_GPU, drawn, generator, scalar, strict
 
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import (
@@ -51,6 +51,26 @@ def test_the_worst_row_is_as_good_as_fp8_probabilities_allow(case: Case, h_q: in
 @pytest.mark.parametrize("sigma", [0.05, 1.0, 2.0])
 def test_with_fewer_slots(sigma: float, topk: int) -> None:
     assert_as_good_as_fp8_probabilities(strict(drawn(QUERIES, 9000, topk=topk, sigma=sigma)))
+
+
+def small_integers(*shape: int, seed: int) -> torch.Tensor:
+    values = torch.randint(-2, 3, shape, generator=generator(seed), device=DEVICE)
+    return values.to(torch.float32).to(E4M3)
+
+
+@pytest.mark.parametrize("d_qk", [512, 576])
+@pytest.mark.parametrize("topk", [128, 2048])
+@pytest.mark.parametrize("sigma", [0.05, 1.0, 8.0])
+def test_statistics_are_those_of_float32(sigma: float, topk: int, d_qk: int) -> None:
+    """Products of small integers have sums that the tensor cores hold exactly."""
+    inputs = drawn(4, 3000, h_q=128, d_qk=d_qk, topk=topk, sigma=sigma)
+    problem = strict(
+        inputs,
+        q=small_integers(4, 128, d_qk, seed=1),
+        kv=small_integers(3000, 1, d_qk, seed=2),
+        topk_length=torch.tensor([topk, 1, 65, topk - 1], dtype=torch.int32, device=DEVICE),
+    )
+    compare(problem, EXACT_SUMS)
 
 
 @pytest.mark.parametrize("case", VALUE_ONE_CASES, ids=str)

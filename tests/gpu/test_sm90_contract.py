@@ -183,7 +183,7 @@ def test_an_out_at_an_odd_element() -> None:
     max_logits, lse = (torch.empty_like(x) for x in (want.max_logits, want.lse))
     out = torch.empty(3 * 64 * 512 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(3, 64, 512)
     got = sparse_mla_q8kv8_prefill_fwd(**vars(inputs), out=out, max_logits=max_logits, lse=lse)
-    assert ON_GPU == (dispatch.last_backend() != BACKEND)
+    assert (dispatch.last_backend() != BACKEND) == ON_GPU
     torch.testing.assert_close(got[0], want.out, rtol=0.02, atol=0.002)
 
 
