@@ -15,7 +15,7 @@
 //
 //   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
 //   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], factors for O when the reference moved
-//   values 0,1                         |  O^T += V[b]^T P[b]^T, columns 0-255 and 256-511
+//   values 0,1                         |  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
 //               <- tensor cores: QK ->    <- tensor cores: PV ->
 //
 // The scores warpgroup hands over P[b] only after S[b+1] is done: so QK and PV take turns on the tensor cores, and PV
@@ -58,7 +58,7 @@ constexpr int kPBytes = kHeads * kBlock;
 constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
 
 constexpr int kThreads = 512;
-constexpr u32 kProducerRegisters = 32, kScoreRegisters = 144, kValueRegisters = 168;  // 128 x sum = 65,536
+constexpr u32 kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 176;  // 128 x sum = 65,536
 
 // The reference of the exponent sits kHeadroom below the running maximum: P lies in (0, 256] and the largest of a row is
 // 256, which e4m3 holds exactly. Probabilities down to 2^-14 of it are normal numbers, down to 2^-17 subnormal ones.
@@ -81,8 +81,7 @@ constexpr u32 kAtPFull = kAtKEmpty + kStages * 8;
 constexpr u32 kAtPEmpty = kAtPFull + 2 * 8;
 constexpr u32 kAtQFull = kAtPEmpty + 2 * 8;
 constexpr u32 kAtQEmpty = kAtQFull + 8;
-constexpr u32 kAtRaised = kAtQEmpty + 8;                  // u8 [2][4]: of 16 heads each, some have a factor but 1
-constexpr u32 kSharedBytes = kAtRaised + 2 * 4;
+constexpr u32 kSharedBytes = kAtQEmpty + 8;
 static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
 
 // Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
@@ -94,7 +93,6 @@ struct Memory {
   DEVICE u32 factor(u32 slot, u32 head) const { return base + kAtFactor + slot * (kHeads * 4) + head * 4; }
   DEVICE u32 weight(u32 item, u32 head) const { return base + kAtWeight + item * (kHeads * 4) + head * 4; }
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
-  DEVICE u32 raised(u32 slot) const { return base + kAtRaised + slot * 4; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
   DEVICE u32 p_full(u32 slot) const { return base + kAtPFull + slot * 8; }
@@ -171,7 +169,8 @@ struct Producer {
     if (!index_valid) index = -1;
     const u32 kv_stride = static_cast<u32>(params.kv_stride);
     {
-      const u32 row = lane >> 3, eighth = lane & 7;
+      // Opaque, here and below: kept from block to block, what follows from it would not fit in registers.
+      const u32 row = opaque(lane) >> 3, eighth = opaque(lane) & 7;
       const u32 latent = memory.k(slot) + warp * 2048 + row * 128 + ((eighth ^ row) << 4);
 #pragma unroll
       for (u32 pass = 0; pass < 4; pass++) {
@@ -185,7 +184,7 @@ struct Producer {
       }
     }
     if constexpr (D_QK > kDv) {
-      const u32 row = lane >> 2, quarter = lane & 3;
+      const u32 row = opaque(lane) >> 2, quarter = opaque(lane) & 3;
       const u32 rope = memory.k(slot) + kRope + warp * 1024 + row * 64 + ((quarter ^ row >> 1 & 3) << 4);
 #pragma unroll
       for (u32 pass = 0; pass < 2; pass++) {
@@ -414,16 +413,14 @@ struct Scores {
         mask(valid);
         float factor[2];
         move_references(c, factor);
-        const bool raised = __any_sync(~0u, factor[0] != 1.f || factor[1] != 1.f);
         stage.next();
         // Asked for here, its answer comes under the exponentials.
         ready = mbarrier_test(memory.k_full(stage.slot), stage.parity);
         write_p(c);
-        if ((lane & 3) == 0 && raised) {
+        if ((lane & 3) == 0) {
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2)), factor[0]);
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
         }
-        if (lane == 0) store_shared_u8(memory.raised(p_slot.slot) + warp, raised);
         if (block + 1 == blocks) finish(item / groups, item % groups, v_scale, turn & 3);
         p_slot.next();
       }
@@ -449,9 +446,8 @@ struct Values {
   Ring<2> p_slot;
   float o[4][32];
 
-  // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs; part = 4 step + m
-  DEVICE void load_v(u32 (&v)[4], u32 part) const {
-    const u32 step = part >> 2, m = part & 3;
+  // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs
+  DEVICE void load_v(u32 (&v)[4], u32 step, u32 m) const {
     const u32 base = memory.k(stage.slot) + half * 2 * kLatentTile + lane * 128 + ((warp ^ (lane & 7)) << 4);
     ldmatrix_x4_trans(v, (base ^ ((m & 1) << 6)) + (m >> 1) * kLatentTile + step * 4096);
   }
@@ -465,50 +461,49 @@ struct Values {
     v[3] = select_bytes(r[2], r[3], 0x7531);
   }
 
-  // O^T *= factor, for the heads of those warps of scores that raised a reference
-  DEVICE void rescale(u32 raised) {
+  // O^T = O^T factor + V[stage]^T P^T, 64 columns and 32 heads at a time.
+  //
+  // The product of a block is accumulated by itself and added to O in float32. FP8 wgmma keeps some 14 bits of whatever
+  // it sums, the accumulator included: beside an O of 256 a product of 0.23 would lose a tenth, and a long flat tail of
+  // such products its mass. The addition multiplies O by its factor at no further cost.
+  DEVICE void multiply() {
+    mbarrier_wait(memory.k_full(stage.slot), stage.parity);  // V is the K tile: its fragments are read before P is there
+    u32 v[2][4];
+    load_v(v[0], 0, 0);
+    load_v(v[1], 1, 0);
+    mbarrier_wait(memory.p_full(p_slot.slot), p_slot.parity);
+    const u64 p = descriptor(descriptor_shape(1024, 128, Swizzle::none), memory.p(p_slot.slot));
+    const u32 factors = memory.factor(p_slot.slot, 2 * (lane & 3));
 #pragma unroll
-    for (u32 w = 0; w < 4; w++) {
-      if ((raised >> 8 * w & 255) == 0) continue;
+    for (u32 m = 0; m < 4; m++) {
+      part_columns(v[0]);
+      part_columns(v[1]);
 #pragma unroll
-      for (u32 j = 2 * w; j < 2 * w + 2; j++) {
-        const float2 f = load_shared_float2(memory.factor(p_slot.slot, 8 * j + 2 * (lane & 3)));
+      for (u32 h = 0; h < 2; h++) {
+        float t[16];  // rT = rV @ sP[b], one half of the heads
+        wgmma_fence();
+        wgmma_m64n32k32(t, v[0], p + h * (512 >> 4), 0);
+        wgmma_m64n32k32(t, v[1], p + (2048 + h * 512 >> 4), 1);
+        wgmma_commit();
+        float2 factor[4];
 #pragma unroll
-        for (u32 m = 0; m < 4; m++) {
-          o[m][4 * j] *= f.x;
-          o[m][4 * j + 1] *= f.y;
-          o[m][4 * j + 2] *= f.x;
-          o[m][4 * j + 3] *= f.y;
+        for (u32 j = 0; j < 4; j++) factor[j] = load_shared_float2(factors + (4 * h + j) * 32);
+        wgmma_wait<0>();
+        if (h == 1 && m < 3) {
+          load_v(v[0], 0, m + 1);
+          load_v(v[1], 1, m + 1);
+          if (m == 2) mbarrier_arrive(memory.k_empty(stage.slot));
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+          float* x = o[m] + 16 * h + 4 * j;
+          x[0] = fmaf(x[0], factor[j].x, t[4 * j]);
+          x[1] = fmaf(x[1], factor[j].y, t[4 * j + 1]);
+          x[2] = fmaf(x[2], factor[j].x, t[4 * j + 2]);
+          x[3] = fmaf(x[3], factor[j].y, t[4 * j + 3]);
         }
       }
     }
-  }
-
-  // O^T (+)= V[stage]^T P^T. V is the K tile: its first fragments are read before P is there.
-  DEVICE void multiply(bool first) {
-    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
-    u32 v[3][4];
-#pragma unroll
-    for (u32 part = 0; part < 3; part++) load_v(v[part], part);
-    mbarrier_wait(memory.p_full(p_slot.slot), p_slot.parity);
-    const u32 raised = load_shared_u32(memory.raised(p_slot.slot));
-    if (__builtin_expect(raised != 0 && !first, 0)) rescale(raised);
-    const u64 p = descriptor(descriptor_shape(1024, 128, Swizzle::none), memory.p(p_slot.slot));
-#pragma unroll
-    for (u32 part = 0; part < 8; part++) {
-      part_columns(v[part % 3]);
-      wgmma_fence();
-      wgmma_m64n64k32(o[part & 3], v[part % 3], p + (part >> 2) * (2048 >> 4), part > 3 || !first);
-      wgmma_commit();
-      if (part >= 1 && part + 2 < 8) {
-        wgmma_wait<1>();  // the fragment of part - 1 is overwritten
-        load_v(v[(part + 2) % 3], part + 2);
-      }
-      if (part == 6) {
-        mbarrier_arrive(memory.k_empty(stage.slot));
-      }
-    }
-    wgmma_wait<0>();
   }
 
   DEVICE void store(int token, int group, u32 ring) {
@@ -534,8 +529,13 @@ struct Values {
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int token = item / groups;
       const int blocks = blocks_of(length_of(params, token));
+#pragma unroll
+      for (u32 m = 0; m < 4; m++) {
+#pragma unroll
+        for (u32 e = 0; e < 32; e++) o[m][e] = 0.f;
+      }
       for (int block = 0; block < blocks; block++) {
-        multiply(block == 0);
+        multiply();
         mbarrier_arrive(memory.p_empty(p_slot.slot));
         stage.next();
         p_slot.next();
