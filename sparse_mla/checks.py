@@ -23,6 +23,7 @@ from .violations import E4M3, UNQUANTISED, Violations
 _Tensor = torch.Tensor
 _FLOAT32 = torch.float32
 _INT32 = torch.int32
+_STRIDED = torch.strided
 _INF = math.inf
 
 
@@ -49,11 +50,16 @@ def check_q8kv8(
     compare_memory: bool = True,
 ) -> PrefillProblem:
     """The problem of the strict operator, outputs allocated; raises the first violation."""
-    for violation in q8kv8_violations(
-        q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
-        out, max_logits, lse, compare_memory=compare_memory,
-    ):  # fmt: skip
-        raise violation
+    try:
+        for violation in q8kv8_violations(
+            q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
+            out, max_logits, lse, compare_memory=compare_memory,
+        ):  # fmt: skip
+            raise violation
+    except RuntimeError:  # a nested tensor has no shape to ask for
+        rest = (q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse)
+        require(find.none_strided(q, kv, indices, *rest))
+        raise
     s_q, h_q, d_qk = q.shape
     out, max_logits, lse = allocate_outputs(q, s_q, h_q, out, max_logits, lse)
     return prefill_problem(
@@ -86,18 +92,22 @@ def q8kv8_violations(
     if not (isinstance(q, _Tensor) and isinstance(kv, _Tensor) and isinstance(indices, _Tensor)):
         yield from find.no_tensors(q=q, kv=kv, indices=indices)
         return
+    if not q.layout is kv.layout is indices.layout is _STRIDED:
+        yield from find.none_strided(q, kv, indices)
+        return
     s_q, h_q, d_qk = q.shape if q.ndim == 3 else (None, None, None)
     device = q.device
     yield from _q8kv8_main_tensors(q, kv, indices, s_q, h_q, d_qk, device)
     if topk_length is not None:
         yield from find.topk_length(topk_length, device, s_q)
-    if isinstance(d_v, _Tensor) or d_v != D_V:
+    if (type(d_v) is not int or d_v != D_V) and not find.is_d_v(d_v):
         yield error("d-v-unsupported", d_v=find.plain(d_v))
     if attn_sink is not None:
         yield from find.attn_sink(attn_sink, device, h_q)
     for name, scale in (("q_scale", q_scale), ("kv_scale", kv_scale)):
         if not (
             isinstance(scale, _Tensor)
+            and scale.layout is _STRIDED
             and scale.dtype is _FLOAT32
             and scale.numel() == 1
             and scale.device == device
@@ -185,11 +195,16 @@ def check_prefill(
     Where q is of a float type and kv is FP8, q is still to be quantised: ``q_scale`` is what was
     given.
     """
-    for violation in prefill_violations(
-        q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length,
-        out, max_logits, lse, compare_memory=compare_memory,
-    ):  # fmt: skip
-        raise violation
+    try:
+        for violation in prefill_violations(
+            q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length,
+            out, max_logits, lse, compare_memory=compare_memory,
+        ):  # fmt: skip
+            raise violation
+    except RuntimeError:  # as above
+        rest = (q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse)
+        require(find.none_strided(q, kv, indices, *rest))
+        raise
     s_q, h_q, d_qk = q.shape
     out, max_logits, lse = allocate_outputs(q, s_q, h_q, out, max_logits, lse)
     return prefill_problem(
@@ -219,6 +234,9 @@ def prefill_violations(
     if not (isinstance(q, _Tensor) and isinstance(kv, _Tensor) and isinstance(indices, _Tensor)):
         yield from find.no_tensors(q=q, kv=kv, indices=indices)
         return
+    if not q.layout is kv.layout is indices.layout is _STRIDED:
+        yield from find.none_strided(q, kv, indices)
+        return
     s_q, h_q, d_qk = q.shape if q.ndim == 3 else (None, None, None)
     device = q.device
     yield from _prefill_main_tensors(q, kv, indices, s_q, h_q, d_qk, device)
@@ -238,7 +256,13 @@ def prefill_violations(
     if sm_scale is not None and (type(sm_scale) is not float or not 0.0 < sm_scale < _INF):
         yield from find.sm_scale(sm_scale)
     if torch.is_grad_enabled():
-        for name, tensor in (("q", q), ("kv", kv), ("attn_sink", attn_sink)):
+        for name, tensor in (
+            ("q", q),
+            ("kv", kv),
+            ("attn_sink", attn_sink),
+            ("q_scale", q_scale),
+            ("kv_scale", kv_scale),
+        ):
             if tensor is not None and getattr(tensor, "requires_grad", False):
                 yield error("no-backward", name=name)
 
@@ -305,7 +329,7 @@ def _prefill_scales(
     device = q.device
     if q_scale is not None:
         yield from _scale_kind("q_scale", q_scale, device)
-        if isinstance(q_scale, _Tensor) and s_q is not None:
+        if isinstance(q_scale, _Tensor) and s_q is not None and q_scale.layout is _STRIDED:
             shape, dtype = tuple(q_scale.shape), q_scale.dtype
             fits = q_scale.numel() == 1 or shape == (s_q,) or shape == (s_q, h_q)
             if dtype is not _FLOAT32 or not fits:
@@ -316,7 +340,7 @@ def _prefill_scales(
         yield _scale_missing("kv_scale", "kv", kv)
         return
     yield from _scale_kind("kv_scale", kv_scale, device)
-    if isinstance(kv_scale, _Tensor) and kv.ndim > 0:
+    if isinstance(kv_scale, _Tensor) and kv.ndim > 0 and kv_scale.layout is _STRIDED:
         shape, s_kv = tuple(kv_scale.shape), kv.shape[0]
         if kv_scale.dtype is not _FLOAT32 or (kv_scale.numel() != 1 and shape != (s_kv,)):
             yield error("kv-scale-shape", s_kv=s_kv, shape=shape, dtype=kv_scale.dtype)
@@ -325,8 +349,11 @@ def _prefill_scales(
 def _scale_kind(name: str, scale: Any, device: torch.device) -> Violations:
     """A positive number, or a tensor in its place."""
     if isinstance(scale, _Tensor):
+        if scale.layout is not _STRIDED:
+            yield find.not_strided(name, scale)
+            return
         yield from find.place(name, scale, device)
-    elif not find.is_positive(scale):
+    elif not find.is_float32_positive(scale):
         yield error("scale-not-positive-number", name=name, value=scale)
 
 

@@ -64,13 +64,17 @@ _thread = threading.local()
 
 def load(name: str) -> Backend:
     """The backend called ``name``; imported at its first use."""
-    backend = _loaded.get(name)
+    backend = _loaded.get(name) if _is_name(name) else None
     if backend is None:
-        if name not in BACKENDS:
+        if not _is_name(name) or name not in BACKENDS:
             raise error("backend-unknown", backend=name, known=", ".join(("auto", *BACKENDS)))
         module = importlib.import_module(f".backends.{name}", __package__)
         backend = _loaded[name] = cast(Backend, module)
     return backend
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def order(device_type: str) -> tuple[str, ...]:
@@ -84,6 +88,8 @@ def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
     Raises:
         BackendError: ``backend-unknown``, ``backend-refused``, ``no-backend``.
     """
+    if not _is_name(backend):
+        load(backend)  # raises; an array in its place could not be compared with a name
     if backend == "auto":
         backend = environment.forced_backend()
     if backend != "auto":

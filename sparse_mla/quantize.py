@@ -17,6 +17,8 @@ E4M3_MAX = 448.0
 SMALLEST_SCALE = 2.0**-126
 """The smallest normal float32: a scale below it would lose its own precision or become 0."""
 
+FLOAT32_SMALLEST, FLOAT32_LARGEST = 2.0**-149, torch.finfo(torch.float32).max
+
 Per = Literal["tensor", "token", "token-head"]
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -127,7 +129,7 @@ def _given(
             what = f"{name}tensor on {value.device}, x is on {x.device}"
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         what = f"{name}{type(value).__name__}"
-    elif not 0 < value < math.inf:
+    elif not FLOAT32_SMALLEST <= value <= FLOAT32_LARGEST:
         what = f"{name}{value}"
     if what is not None:
         raise error("quantize-scale", expected=shape, what=what)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from numbers import Real
+from numbers import Integral, Number, Real
 from typing import Any
 
 import torch
@@ -21,8 +21,10 @@ Violations = Iterator[SparseMLAError]
 
 E4M3 = torch.float8_e4m3fn
 UNQUANTISED = (torch.bfloat16, torch.float16, torch.float32)
+FLOAT32_SMALLEST, FLOAT32_LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 _Tensor = torch.Tensor
-_NUMBERS = (Real, torch.SymFloat, torch.SymInt)
+_STRIDED = torch.strided
+_SYMBOLS = (torch.SymFloat, torch.SymInt)
 _NAMES = (
     "out",
     "max_logits",
@@ -49,6 +51,23 @@ def no_tensors(**arguments: Any) -> Violations:
     for name, value in arguments.items():
         if not isinstance(value, _Tensor):
             yield not_a_tensor(name, value)
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie in memory by strides; of others not even these are known."""
+    return tensor.layout is _STRIDED and not tensor.is_nested
+
+
+def not_strided(name: str, tensor: torch.Tensor) -> SparseMLAError:
+    """A sparse, nested or oneDNN tensor."""
+    return error("not-strided", name=name, layout=_layout(tensor))
+
+
+def none_strided(*arguments: Any) -> Violations:
+    """Those of q, kv, indices, ..., outputs last, that are tensors without strides."""
+    for name, tensor in zip((*_NAMES[3:], *_OUTPUTS), arguments, strict=False):
+        if isinstance(tensor, _Tensor) and not is_strided(tensor):
+            yield not_strided(name, tensor)
 
 
 def q_ndim(q: torch.Tensor) -> SparseMLAError:
@@ -97,6 +116,9 @@ def topk_length(tensor: Any, device: torch.device, s_q: int | None) -> Violation
     if not isinstance(tensor, _Tensor):
         yield not_a_tensor("topk_length", tensor)
         return
+    if tensor.layout is not _STRIDED:
+        yield not_strided("topk_length", tensor)
+        return
     yield from place("topk_length", tensor, device)
     shape = tensor.shape
     if tensor.dtype is not torch.int32 or (s_q is not None and shape != (s_q,)):
@@ -108,6 +130,9 @@ def attn_sink(tensor: Any, device: torch.device, h_q: int | None) -> Violations:
     """float32 [h_q]."""
     if not isinstance(tensor, _Tensor):
         yield not_a_tensor("attn_sink", tensor)
+        return
+    if tensor.layout is not _STRIDED:
+        yield not_strided("attn_sink", tensor)
         return
     yield from place("attn_sink", tensor, device)
     shape = tensor.shape
@@ -126,8 +151,28 @@ def scale_invalid(name: str, scale: Any, device: torch.device) -> SparseMLAError
 
 
 def is_positive(value: Any) -> bool:
-    """Whether ``value`` is a number, finite and above zero. Never reads a tensor."""
-    return isinstance(value, _NUMBERS) and 0.0 < value < math.inf  # type: ignore[operator]
+    """Whether ``value`` is a number, finite and above zero as a float. Never reads a tensor."""
+    return bool(0.0 < _float(value) < math.inf)
+
+
+def is_float32_positive(value: Any) -> bool:
+    """Whether ``value`` is a number that is finite and above zero also in float32."""
+    return bool(FLOAT32_SMALLEST <= _float(value) <= FLOAT32_LARGEST)
+
+
+def _float(value: Any) -> Any:
+    """A number as a float, a traced one as it is; 0 for anything else."""
+    if isinstance(value, _SYMBOLS):
+        return value
+    try:
+        return float(value) if isinstance(value, Real) else 0.0
+    except OverflowError:  # an integer that no float holds
+        return math.inf
+
+
+def is_d_v(value: Any) -> bool:
+    """Whether ``value`` is the one supported width of the values."""
+    return isinstance(value, (Integral, torch.SymInt)) and bool(value == D_V)
 
 
 def sm_scale(value: Any) -> Violations:
@@ -159,6 +204,9 @@ def outputs(
         if not isinstance(tensor, _Tensor):
             yield not_a_tensor(name, tensor)
             continue
+        if tensor.layout is not _STRIDED:
+            yield not_strided(name, tensor)
+            continue
         if tensor.device != device or not tensor.is_contiguous():
             yield from place(name, tensor, device)
         got = tensor.shape
@@ -182,7 +230,7 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
     spans = [
         (*_span(tensor), name)
         for name, tensor in zip(_NAMES, tensors, strict=True)
-        if isinstance(tensor, _Tensor)
+        if isinstance(tensor, _Tensor) and tensor.layout is _STRIDED
     ]
     spans.sort()
     latest_end, latest = 0, ""
@@ -214,10 +262,13 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def described(value: Any) -> str:
     """An argument in words, for a message; a tensor by its metadata only."""
     if isinstance(value, _Tensor):
+        if not is_strided(value):
+            return f"{_layout(value)} tensor"
         return f"{_short(value.dtype)} tensor of shape {tuple(value.shape)}"
     if value is None:
         return "None"
-    return f"{type(value).__name__} {value!r}"
+    kind = type(value).__name__
+    return f"{kind} {value!r}" if isinstance(value, (Number, str)) else kind
 
 
 def plain(value: Any) -> Any:
@@ -225,5 +276,9 @@ def plain(value: Any) -> Any:
     return described(value) if isinstance(value, _Tensor) else value
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _short(kind: torch.dtype | torch.layout) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    return "nested" if tensor.is_nested else _short(tensor.layout)

@@ -75,6 +75,7 @@ VIOLATIONS: list[tuple[str, Callable[[Call], None], str]] = [
     ("not-a-tensor", put("q", lambda _: 1), "q must be a torch.Tensor, got int"),
     ("not-a-tensor", put("kv", lambda _: None), "kv must be a torch.Tensor, got NoneType"),
     ("not-a-tensor", put("indices", lambda _: [0]), "indices must be a torch.Tensor, got list"),
+    ("not-strided", put("indices", lambda i: i.to_sparse()), "indices must be a strided tensor, got layout sparse_coo"),
     ("q-ndim", put("q", lambda q: q[:, 0]), "q must have shape (s_q, h_q, d_qk), got (3, 576)"),
     ("kv-shape", put("kv", lambda kv: kv[0]), "kv must have shape (s_kv, d_qk) or (s_kv, 1, d_qk), got (576,)"),
     ("kv-shape", put("kv", lambda kv: kv[:, None].expand(-1, 8, -1)), "kv must have shape (s_kv, d_qk) or (s_kv, 1, d_qk), got (20, 8, 576)"),

@@ -147,9 +147,9 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, (list, tuple)):
         return tuple(_plain(item) for item in value)
-    if hasattr(value, "shape") and hasattr(value, "dtype"):
-        return f"a tensor of shape {_plain(tuple(value.shape))} and dtype {value.dtype}"
     try:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            return f"a tensor of shape {_plain(tuple(value.shape))} and dtype {value.dtype}"
         return visible(str(value))
     except Exception:  # an error about a strange value must not become another error
         return f"a {type(value).__name__}"

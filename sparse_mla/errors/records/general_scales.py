@@ -218,7 +218,8 @@ RECORDS = (
         message="{name} must be a finite positive number, got {value}",
         detail=(
             "A scale turns stored values back into real ones: 0 erases them, a negative one flips"
-            " them, NaN and infinity spoil every output."
+            " them, NaN and infinity spoil every output. It is kept in float32, which holds nothing"
+            " above 3.4e38 or below 1.4e-45."
         ),
         fix="pass the positive scale that quantisation used; for an all-zero tensor use 1.0.",
         yours="Your {name} is {value}.",
@@ -226,7 +227,7 @@ RECORDS = (
             "A scale given as a number can be checked without waiting for the GPU, and so it is."
             " The values inside a scale tensor are checked only with SPARSE_MLA_DEBUG=1."
         ),
-        trigger="a scale is neither a tensor nor a finite number above 0",
+        trigger="a scale is neither a tensor nor a number that is finite and above 0 in float32",
         situations=(
             "amax / 448 of an all-zero tensor is 0.",
             "The reciprocal was passed (448 / amax) and amax was 0, which gives infinity.",

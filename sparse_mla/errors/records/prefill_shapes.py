@@ -57,7 +57,7 @@ RECORDS = (
         ),
         before=strict(indices="[[[0] * 128]] * 4"),
         after=strict(indices="torch.tensor([[[0] * 128]] * 4, dtype=torch.int32)"),
-        related=("indices-not-int32", "device-mismatch", "scale-invalid"),
+        related=("not-strided", "indices-not-int32", "device-mismatch", "scale-invalid"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
@@ -70,6 +70,54 @@ RECORDS = (
         foreign=(
             r"(?P<name>topk_indices_offset) must be a CUDA tensor",
             r"'NoneType' object has no attribute '(?:shape|dtype|stride|is_contiguous)'",
+        ),
+    ),
+    ErrorRecord(
+        id="not-strided",
+        exception=ContractError,
+        title="A tensor is sparse, nested or otherwise without strides",
+        message="{name} must be a strided tensor, got layout {layout}",
+        detail=(
+            "The operators read elements by address, from shape and strides; a tensor of layout"
+            " {layout} has no single block of memory to read."
+        ),
+        fix="pass {name}.to_dense(), or for a nested tensor its values packed into one.",
+        yours="Your {name} has the layout {layout}.",
+        meaning=(
+            "Sparse, nested and oneDNN tensors are torch tensors that keep their values elsewhere"
+            " than in one block of memory. The sparsity of this attention is not that of a tensor:"
+            " it is in `indices`, beside a plain q and kv."
+        ),
+        trigger="`x.layout is not torch.strided` or `x.is_nested` for any tensor of the call",
+        situations=(
+            (
+                "A mask or a selection was built as a sparse tensor because the attention is called"
+                " sparse."
+            ),
+            "Sequences of different lengths were joined with torch.nested.nested_tensor.",
+            "A model was converted with torch.utils.mkldnn.to_mkldnn.",
+        ),
+        solutions=(
+            Solution("Make the tensor dense where it comes from.", "kv = kv.to_dense()"),
+            Solution(
+                "Pack sequences of different lengths one after the other, and let the indices say"
+                " which rows belong to which query.",
+                "q = torch.cat(list(nested_q.unbind()))",
+            ),
+        ),
+        before=strict(indices="torch.zeros(4, 1, 128, dtype=torch.int32).to_sparse()"),
+        after=strict(indices="torch.zeros(4, 1, 128, dtype=torch.int32).to_sparse().to_dense()"),
+        related=("not-a-tensor", "not-contiguous"),
+        operators=(STRICT, GENERAL),
+        since="0.1.0",
+        symptoms=(
+            "sparse tensor",
+            "sparse_coo",
+            "sparse_csr",
+            "nested tensor",
+            "jagged",
+            "Cannot access data pointer of Tensor that doesn't have storage",
+            "NestedTensorImpl doesn't support sizes",
         ),
     ),
     ErrorRecord(

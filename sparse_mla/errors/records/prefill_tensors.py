@@ -205,7 +205,7 @@ RECORDS = (
         after=strict(
             kv="torch.randn(300, 1, 640).to(torch.float8_e4m3fn)[:, :, :576].contiguous()"
         ),
-        related=("last-dim-not-dense", "output-invalid"),
+        related=("not-strided", "last-dim-not-dense", "output-invalid"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
