@@ -1,4 +1,4 @@
-"""The shapes that are measured, with what each is compared to, as data."""
+"""The shapes that are measured, as data."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ D_V = 512
 
 @dataclass(frozen=True)
 class Shape:
-    """One prefill, and TFLOPS on one H200: the fastest other kernel's, the least, the aim."""
+    """One prefill."""
 
     s_q: int
     s_kv: int
     h_q: int
     d_qk: int
     topk: int
-    other: int | None = None
-    least: int | None = None
-    aim: int | None = None
 
     @property
     def id(self) -> str:
@@ -36,13 +33,13 @@ class Shape:
 
 
 PREFILL = (
-    Shape(4096, 8192, 128, 576, 2048, other=698, least=1000, aim=1150),
-    Shape(4096, 32768, 128, 576, 2048, other=684, least=1000, aim=1100),
-    Shape(4096, 131072, 128, 576, 2048, other=617, least=880, aim=950),
-    Shape(1024, 32768, 64, 576, 2048, other=659, least=960, aim=1050),
-    Shape(4096, 32768, 64, 512, 512, other=520, least=800, aim=900),
-    Shape(4096, 32768, 128, 512, 1024, other=616, least=930, aim=1050),
-    Shape(128, 32768, 128, 576, 2048, other=616, least=900, aim=1000),
+    Shape(4096, 8192, 128, 576, 2048),
+    Shape(4096, 32768, 128, 576, 2048),
+    Shape(4096, 131072, 128, 576, 2048),
+    Shape(1024, 32768, 64, 576, 2048),
+    Shape(4096, 32768, 64, 512, 512),
+    Shape(4096, 32768, 128, 512, 1024),
+    Shape(128, 32768, 128, 576, 2048),
 )
 
 HOST = Shape(1, 1024, 64, 576, 128)

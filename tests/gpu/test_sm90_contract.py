@@ -184,7 +184,7 @@ def test_an_out_at_an_odd_element() -> None:
     out = torch.empty(3 * 64 * 512 + 1, dtype=torch.bfloat16, device=DEVICE)[1:].view(3, 64, 512)
     got = sparse_mla_q8kv8_prefill_fwd(**vars(inputs), out=out, max_logits=max_logits, lse=lse)
     assert (dispatch.last_backend() != BACKEND) == ON_GPU
-    torch.testing.assert_close(got[0], want.out, rtol=0.02, atol=0.002)
+    torch.testing.assert_close(got[0], want.out, rtol=0.0625, atol=0.02)  # FP8 probabilities
 
 
 def test_nothing_changes_the_inputs() -> None:
