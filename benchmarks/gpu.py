@@ -4,7 +4,7 @@
 
 With ``--tests`` the GPU tests run first. Then each shape is timed in two moods of the card:
 
-    burst       calls back to back after 0.25 s of idle, before the card's power limit lowers its clocks
+    burst       calls back to back after 0.25 s of idle, mostly before the card's power limit acts
     sustained   calls back to back, once the card has settled under load
 
 A figure is the median of ``--runs`` calls over rotated input sets, with the 10th and 90th
