@@ -264,7 +264,9 @@ def machine() -> dict[str, Any]:
     )
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(
+            ["python", *(Path(a).name if Path(a).is_absolute() else a for a in sys.argv)]
+        ),
         "card": card(),
         "multiprocessors": torch.cuda.get_device_properties(DEVICE).multi_processor_count,
         "compiler": jit.compiler_version(),
