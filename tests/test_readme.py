@@ -48,7 +48,8 @@ def test_four_lines_of_torch_mean_the_operator():
 
 def test_merged_halves_are_the_whole(names: dict[str, Any]):
     assert worst_row(names["merged_out"], names["out"]) < 0.02  # each half was rounded to bfloat16
-    assert torch.allclose(names["merged_lse"], names["lse"], rtol=0, atol=5e-3)
+    # Halves and whole are each within what the backend states: 4e-3 + 2e-3 |lse|.
+    assert torch.allclose(names["merged_lse"], names["lse"], rtol=4e-3, atol=8e-3)
 
 
 def test_cached_rows_are_ready_for_the_operators(names: dict[str, Any]):
