@@ -14,7 +14,7 @@
 // Four warpgroups, one job each; a block is 64 slots:
 //
 //   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
-//   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], factors for O when the reference moved
+//   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], and factors for O, whose reference may have moved
 //   values 0,1                         |  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
 //               <- tensor cores: QK ->    <- tensor cores: PV ->
 //
@@ -254,7 +254,7 @@ struct Producer {
 // ---- scores ----------------------------------------------------------------------------------------------------
 //
 // Lane 4 g + i of warp w owns rows (heads) 16 w + g and 16 w + g + 8, slots 8 j + 2 i and + 1 of each block: a row's
-// maximum and sum run over the four lanes of a quad, and only when they are needed.
+// maximum runs over the four lanes of a quad in every block, its sum only at the end of an item.
 
 struct Scores {
   const PrefillParams& params;
