@@ -38,6 +38,25 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", **changes}
 
 
+@pytest.mark.parametrize("arguments", [("doctor",), ("explain", "--all"), ("doctor", "--json")])
+def test_no_standard_output_is_no_traceback(arguments: tuple[str, ...]) -> None:
+    """Closed, as under some process managers, or a file on a full disk."""
+    closed = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *PROGRAM, *arguments],
+        stderr=subprocess.PIPE, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert (closed.returncode, closed.stderr) == (0, "")
+    if not os.path.exists("/dev/full"):
+        return
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*PROGRAM, *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False,
+        )  # fmt: skip
+    assert result.returncode == 2
+    assert result.stderr == "error: No space left on device\n"
+
+
 @pytest.fixture
 def call_file(tmp_path: Path) -> Path:
     save_call(tmp_path / "call.safetensors", small_call())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,30 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
 
 
 # The chunk
+
+
+def test_a_picture_that_cannot_be_written_exits_2_and_leaves_nothing(
+    tmp_path: Path, captured: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib")
+    (tmp_path / "taken.png").mkdir()
+    result = invoke("--plot", tmp_path / "taken.png", "--json")
+    assert result.exit_code == 2
+    assert "taken.png" in json.loads(result.stdout)["error"]["message"]
+    assert {path.name for path in tmp_path.iterdir()} == {"taken.png", captured.name}
+
+
+@pytest.mark.parametrize("size", ["--s-kv", "--h-q", "--topk"])
+def test_a_size_past_this_machine_is_refused_before_memory_is_taken(size: str) -> None:
+    result = invoke(size, str(10**9))
+    assert result.exit_code == 2
+    assert re.search(
+        r"takes about [\d,]+ GiB, this machine has \d", " ".join(result.stderr.split())
+    )
+
+
+def test_a_seed_past_64_bits_is_wrong_usage() -> None:
+    assert invoke("--seed", str(2**63)).exit_code == 2
 
 
 def test_a_seed_is_a_chunk() -> None:

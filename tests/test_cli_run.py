@@ -58,6 +58,13 @@ def test_cuda_where_there_is_none_exits_2(file: Path, monkeypatch: pytest.Monkey
     assert "no CUDA device" in result.stderr
 
 
+@pytest.mark.parametrize("device", ["meta", "xpu", "vulkan", "privateuseone"])
+def test_a_device_that_torch_knows_by_name_only_exits_2(file: Path, device: str) -> None:
+    result = invoke("run", file, "--device", device)
+    assert result.exit_code == 2
+    assert f"torch cannot compute on {device} here" in " ".join(result.stderr.split())
+
+
 def test_a_broken_contract_exits_1_with_its_text(tmp_path: Path) -> None:
     call = small_call(indices=small_call().tensors["indices"].long())
     save_call(tmp_path / "call.safetensors", call)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -89,6 +90,37 @@ def test_standard_input_of_any_bytes() -> None:
     result = run("-", stdin=b"\xff\xfe\x00\x80 q must be contiguous\n\xc3\x28")
     assert result.exit_code == 0
     assert result.output.startswith("not-contiguous: ")
+
+
+@pytest.mark.parametrize("megabytes", [1, 3, 9, 30])
+def test_a_long_log_is_read_to_its_end(megabytes: int) -> None:
+    """A server logs for days, then falls over."""
+    line = "[2026-12-01 12:00:00 TP3] Decode batch. #running-req: 1, token usage: 0.01\n"
+    log = line * (megabytes * 1_000_000 // len(line)) + "ValueError: kv must be contiguous\n" + line
+    result = run(stdin=log)
+    assert result.exit_code == 0
+    assert result.stdout.startswith("not-contiguous:")
+
+
+@pytest.mark.parametrize("kept", [8, 20, 33])
+def test_what_is_kept_is_kept_whole(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that lies across both parts is not cut in two; where bytes are dropped it is."""
+    module = sys.modules["sparse_mla.cli.explain"]
+    monkeypatch.setattr(module, "_KEPT_BYTES", kept)
+    monkeypatch.setattr(module, "_READ_BYTES", 4)
+    whole = bytes(range(97, 97 + 26))[: kept + 4 * (kept // 4 + 1)]
+    assert module._both_ends(io.BytesIO(whole)) == whole
+    longer = b"x" * (kept + 160)
+    assert module._both_ends(io.BytesIO(longer)) == b"x" * kept + b"\n" + b"x" * 4 * (kept // 4 + 1)
+
+
+def test_a_stream_without_an_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["sparse_mla.cli.explain"]
+    monkeypatch.setattr(module, "_MOST_READS", 3)
+    monkeypatch.setattr(module, "_READ_BYTES", 10)
+    monkeypatch.setattr(module, "_KEPT_BYTES", 100)
+    with open("/dev/zero", "rb") as stream:
+        assert module._both_ends(stream) == b"\0" * 130
 
 
 @pytest.mark.parametrize("stdin", ["", " \n\n"])

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -59,4 +60,10 @@ def _with_lines(text: str) -> str:
 
 def main() -> None:
     """Run the command line and exit."""
-    build()(prog_name="sparse-mla")
+    try:
+        build()(prog_name="sparse-mla")
+    except OSError as fault:  # standard output itself: a full disk behind it
+        from .terminal import UNUSABLE, say, unwritable
+
+        say(f"error: {unwritable(fault)}", err=True)
+        sys.exit(UNUSABLE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -48,7 +49,7 @@ def demo(
     h_q: Annotated[int, typer.Option(min=1, help="Query heads.")] = 128,
     topk: Annotated[int, typer.Option(min=1, help="Keys that each query selects.")] = 2048,
     d_qk: Annotated[int, typer.Option(help="Columns of a query or key: 512 or 576.")] = 576,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the chunk.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the chunk.")] = 0,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -78,6 +79,8 @@ def demo(
             raise usage(f"{s_q} queries do not fit into {s_kv} cached tokens", "--s-q")
         if d_qk not in D_QK_SUPPORTED:
             raise usage(f"{d_qk} columns are not supported; 512 or 576 are", "--d-qk")
+        sizes = Sizes(s_q, s_kv, h_q, topk, d_qk)
+        _require_memory(sizes)
         if plot is not None:
             _require_plot(plot)
         report: dict[str, Any] = {"ok": True}
@@ -88,7 +91,7 @@ def demo(
             _say_captured(captured)
             say(f"\nA prefill chunk: {s_q} queries, {s_kv} cached tokens, {h_q} heads, top {topk}")
         with _progress(as_json) as track:
-            done = _chunk(Sizes(s_q, s_kv, h_q, topk, d_qk), seed, place, backend, track)
+            done = _chunk(sizes, seed, place, backend, track)
         report["prefill"] = done.to_dict()
         report["ok"] = done.comparison.ok and captured.get("ok", True)
         if plot is not None:
@@ -316,6 +319,21 @@ def _progress(quiet: bool) -> Iterator[Track]:
             return lambda steps: progress.advance(task, steps)
 
         yield track
+
+
+def _require_memory(sizes: Sizes) -> None:
+    """Refuse what this machine cannot hold: it might be killed for it rather than told."""
+    try:
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return
+    need = sizes.bytes
+    if need > has:
+        gib = 2**30
+        raise usage(
+            f"the chunk takes about {need / gib:,.0f} GiB, this machine has {has / gib:,.0f}",
+            "--s-q, --s-kv, --h-q, --topk",
+        )
 
 
 def _require_plot(file: Path) -> None:

@@ -49,6 +49,16 @@ class Sizes:
     topk: int
     d_qk: int
 
+    @property
+    def bytes(self) -> int:
+        """Memory that the chunk, its results and the reference take at least."""
+        from ..params import D_V
+
+        queries = self.s_q * (self.h_q * (self.d_qk + 2 * D_V) + 4 * self.topk)
+        keys = self.s_kv * self.d_qk * 9  # FP8, and twice float32 while they are made
+        reference = 8 * self.d_qk * self.topk
+        return queries + keys + reference
+
 
 @torch.no_grad()
 def make_chunk(

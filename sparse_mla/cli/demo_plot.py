@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,14 @@ def draw(file: Path, done: ChunkRun) -> None:
         color=INK,
         fontsize=10,
     )
-    figure.savefig(file)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=file.suffix.lstrip(".").lower())
+    scratch = file.with_name(f".{file.name}.tmp")
+    try:
+        scratch.write_bytes(picture.getvalue())
+        scratch.replace(file)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def _draw_selection(figure: Any, axes: Any, chunk: Chunk) -> None:

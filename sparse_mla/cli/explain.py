@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import textwrap
+from collections import deque
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, TextIO
 
 import typer
 
@@ -15,7 +17,11 @@ if TYPE_CHECKING:
     from ..errors import ErrorRecord
     from ..errors.explain import Match
 
-_MOST_BYTES = 8_000_000
+_KEPT_BYTES = 4_000_000
+"""Of each end of standard input: a log may be long, and the error is near its end."""
+
+_READ_BYTES = 1 << 20
+_MOST_READS = 4096  # a stream without an end is not read for ever
 _SHOWN = 10
 
 
@@ -66,17 +72,27 @@ def explain(
 
 
 def _pasted(text: Sequence[str] | None) -> str:
-    """The text to explain; standard input is read only up to a size no message has."""
+    """The text to explain; of standard input only as much as holds any message is kept."""
     words = " ".join(text or ())
     if words.strip() not in ("", "-"):
         return words
     if not words.strip() and _is_terminal(sys.stdin):
         raise typer.BadParameter("give an id or a message, or --all, or --search WORDS")
-    data = sys.stdin.buffer.read(_MOST_BYTES)
-    pasted = data.decode("utf-8", "replace")
+    pasted = _both_ends(sys.stdin.buffer).decode("utf-8", "replace")
     if not pasted.strip():
         raise typer.BadParameter("standard input is empty; give an id or a message, or --all")
     return pasted
+
+
+def _both_ends(stream: BinaryIO) -> bytes:
+    """All of a stream, or its first and its last part."""
+    head = stream.read(_KEPT_BYTES)
+    tail: deque[bytes] = deque(maxlen=_KEPT_BYTES // _READ_BYTES + 1)
+    dropped = False
+    for part in itertools.islice(iter(lambda: stream.read(_READ_BYTES), b""), _MOST_READS):
+        dropped = dropped or len(tail) == tail.maxlen
+        tail.append(part)
+    return (b"\n" if dropped else b"").join((head, b"".join(tail)))
 
 
 def _is_terminal(stream: TextIO) -> bool:

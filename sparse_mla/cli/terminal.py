@@ -55,7 +55,7 @@ def say(text: object = "", *, err: bool = False) -> None:
 def say_row(label: str, text: object) -> None:
     """Print a labelled line; on a terminal it is wrapped, into a pipe it stays one."""
     line = f"  {label:<13} {text}"
-    if sys.stdout.isatty():
+    if sys.stdout is not None and sys.stdout.isatty():
         width = max(40, shutil.get_terminal_size((80, 24)).columns)
         line = textwrap.fill(
             line, width, subsequent_indent=" " * 16, break_long_words=False, break_on_hyphens=False
@@ -90,11 +90,22 @@ def guarded(as_json: bool) -> Iterator[None]:
         except SparseMLAError as fault:
             code = FAULT if isinstance(fault, ContractError) else UNUSABLE
             _fail(as_json, code, str(fault), fault.to_dict())
+        except BrokenPipeError:  # the reader has seen enough; typer ends the program quietly
+            raise
+        except OSError as fault:
+            text = unwritable(fault)
+            _fail(as_json, UNUSABLE, text, {"message": text})
         except (MemoryError, RuntimeError) as fault:
             if not _is_memory(fault):
                 raise
             text = str(fault).partition("\n")[0] or "out of memory"
             _fail(as_json, UNUSABLE, f"not enough memory: {text}", {"message": text})
+
+
+def unwritable(fault: OSError) -> str:
+    """What the operating system refused, in one line."""
+    where = "" if fault.filename is None else f"{fault.filename}: "
+    return f"{where}{fault.strerror or fault}"
 
 
 def _fail(as_json: bool, code: int, text: str, error: Mapping[str, Any]) -> NoReturn:
@@ -136,7 +147,20 @@ def chosen_device(name: str | None) -> torch.device | None:
         if (device.index or 0) >= torch.cuda.device_count():
             count = torch.cuda.device_count()
             raise usage(f"{name} is not there: this machine has {count}", "--device")
+    elif device.type != "cpu":
+        _require_data(name, device)
     return device
+
+
+def _require_data(name: str, device: torch.device) -> None:
+    """Refuse a device that this torch knows by name only: each kind fails in its own way."""
+    import torch
+
+    try:
+        torch.zeros(1, device=device).cpu()
+    except Exception as fault:
+        reason = str(fault).partition("\n")[0][:120]
+        raise usage(f"torch cannot compute on {name} here: {reason}", "--device") from None
 
 
 def describe(tensor: torch.Tensor) -> str:
