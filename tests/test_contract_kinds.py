@@ -97,10 +97,8 @@ def test_quantising_a_tensor_without_strides(layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_merging_tensors_without_strides(layout: str) -> None:
     outs, lses = [torch.ones(2, 4)] * 2, [torch.zeros(2)] * 2
-    for call in (
-        ([LAYOUTS[layout](outs[0]), outs[1]], lses),
-        (outs, [lses[0], LAYOUTS[layout](lses[1])]),
-    ):
+    odd_outs, odd_lses = [LAYOUTS[layout](outs[0]), outs[1]], [lses[0], LAYOUTS[layout](lses[1])]
+    for parts in ((odd_outs, lses), (outs, odd_lses)):
         with pytest.raises(ContractError) as caught:
             merge_attention_states(*parts)
         assert caught.value.id == "merge-shapes"
