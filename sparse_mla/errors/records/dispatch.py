@@ -192,6 +192,10 @@ RECORDS = (
         trigger="`auto` passed over a faster backend of the device",
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
+            (
+                "A bfloat16 q without q_scale on a Hopper GPU: it is quantised with a scale for"
+                " each token and head, and the kernel takes one scale a tensor."
+            ),
             "A GPU of another generation than the kernel was built for.",
             (
                 "The packages for the GPU kernels are not installed, so that only the reference is"
@@ -200,6 +204,7 @@ RECORDS = (
         ),
         solutions=(
             Solution("Quantise the cache for the FP8 kernel.", "kv, kv_scale = quantize_fp8(kv)"),
+            Solution("Quantise the query with one scale too.", "q, q_scale = quantize_fp8(q)"),
             Solution(
                 "Accept the backend by name.",
                 "out = sparse_mla_prefill(q, kv, indices, backend='reference')",
