@@ -15,11 +15,10 @@
 //
 //   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
 //   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], and factors for O, whose reference may have moved
-//   values 0,1                         |  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
-//               <- tensor cores: QK ->    <- tensor cores: PV ->
+//   values 0,1  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
 //
-// The scores warpgroup hands over P[b] only after S[b+1] is done: so QK and PV take turns on the tensor cores, and PV
-// runs under the softmax. Nothing goes back from the values to the scores but free buffers.
+// The three work on different blocks at a time, and nothing goes back from the values to the scores but free buffers: so
+// the scores are in the next query token while the values still write the last one out.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -357,11 +356,6 @@ struct Scores {
     }
   }
 
-  // Hands the last P, its factors and weights to the values. Its stores were fenced under QK.
-  DEVICE void publish(bool pending) {
-    if (pending) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
-  }
-
   // Row sums to 1 / sum for the values, and this item's max_logits and lse. The sum is 0 only where no slot is valid: the
   // largest logit alone has given it 256.
   DEVICE void finish(int token, int group, float v_scale, u32 ring) {
@@ -391,7 +385,7 @@ struct Scores {
     const float c = (good ? params.sm_scale * q_scale * kv_scale : 1.f) * kLog2e;
     const float v_scale = good ? kv_scale : kNan;
     u32 turn = 0;  // items done
-    bool pending = false, ready = false;
+    bool ready = false;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int blocks = blocks_of(length_of(params, item / groups));
       load_q(turn & 1);
@@ -402,14 +396,10 @@ struct Scores {
       }
       for (int block = 0; block < blocks; block++) {
         start_multiply(ready);
-        // In the shadow of QK: the fence between the last P's stores and wgmma, and the wait for the buffer of the next
-        // P. It may be overwritten only after both value warpgroups have added P[b] V[b].
-        fence_async_shared();
+        // Under QK: P's buffer may be overwritten only after both value warpgroups have added the P[b-2] V[b-2] of it.
         mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
         const u64 valid = load_shared_u64(memory.valid(stage.slot));
         wgmma_wait<0>();
-        publish(pending);
-        pending = true;
         mask(valid);
         float factor[2];
         move_references(c, factor);
@@ -422,12 +412,12 @@ struct Scores {
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
         }
         if (block + 1 == blocks) finish(item / groups, item % groups, v_scale, turn & 3);
+        fence_async_shared();  // P was stored by stmatrix and is read by wgmma
+        mbarrier_arrive(memory.p_full(p_slot.slot));
         p_slot.next();
       }
       turn++;
     }
-    fence_async_shared();
-    publish(pending);
   }
 };
 
