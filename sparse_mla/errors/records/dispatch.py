@@ -193,8 +193,8 @@ RECORDS = (
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
             (
-                "A bfloat16 q without q_scale on a Hopper GPU: it is quantised with a scale for"
-                " each token and head, and the kernel takes one scale a tensor."
+                "A cache with a kv_scale for each token on a Hopper GPU: the kernel takes one scale"
+                " for all of kv."
             ),
             "A GPU of another generation than the kernel was built for.",
             (
@@ -204,7 +204,10 @@ RECORDS = (
         ),
         solutions=(
             Solution("Quantise the cache for the FP8 kernel.", "kv, kv_scale = quantize_fp8(kv)"),
-            Solution("Quantise the query with one scale too.", "q, q_scale = quantize_fp8(q)"),
+            Solution(
+                "Quantise the cache with one scale for all tokens.",
+                "kv, kv_scale = quantize_fp8(kv.float() * kv_scale[:, None])",
+            ),
             Solution(
                 "Accept the backend by name.",
                 "out = sparse_mla_prefill(q, kv, indices, backend='reference')",
