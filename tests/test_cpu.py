@@ -98,6 +98,17 @@ def test_queries_whose_logits_jump_about(tolerance: Tolerance) -> None:
     compare(solve(inputs), tolerance)
 
 
+def test_float32_loses_nothing_after_a_query_of_large_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A centre of 500,000, right for the query before, would leave this one's logits 5 bits."""
+    monkeypatch.setenv("SPARSE_MLA_CPU_COMPUTE", "float32")
+    inputs = make_inputs(Case("after", 2, 300, 4, topk=256, sigma=1.0, dtype=torch.bfloat16))
+    inputs.q[..., 575] = torch.tensor([1024.0, 0.0])[:, None]
+    inputs.kv[..., 575] = 2.0**15
+    compare(solve(inputs), CPU_FLOAT32, queries=[1])
+
+
 @pytest.mark.parametrize("pattern", ["distinct", "holes", "empty-rows", "all-empty"])
 @pytest.mark.parametrize("scales", ["tensor", "token"])
 def test_a_cache_too_large_for_the_table(

@@ -218,6 +218,8 @@ class _Attention:
         if self.dtype != torch.bfloat16 or attempt == 4:
             return p
         found = Stats(*stats)
+        if found.plainly_good(p.shape[-1]):
+            return p
         bulk = found.bulk(batch.log_others)
         far = (found.top < -found.near()) | (bulk < -BELOW) | (found.exact < 0)
         if not far.any():
@@ -313,6 +315,8 @@ class _Attention:
 
         A head with too many of them has the wrong centre: they stay as they are.
         """
+        if float(stats.top.max()) <= 1:  # as often: spare the rest
+            return None
         near = stats.near()
         if not (stats.top > near).any():
             return None

@@ -54,6 +54,19 @@ class Stats(NamedTuple):
         bulk = torch.where(self.top.abs() > 100, math.inf, bulk)
         return torch.minimum(self.top, bulk + ABOVE_MEAN)
 
+    def plainly_good(self, slots: int) -> bool:
+        """Whether all centres are good as far as three numbers tell; few operations, as is usual.
+
+        No maximum is too low, no head has too many outliers, and none has so much weight in one
+        slot that, with the maximum at -1 or above, the bulk could lie below ``-BELOW``.
+        """
+        odds = math.exp(BELOW - 1) / slots
+        return (
+            float(self.largest.max()) <= odds / (1 + odds)
+            and float(self.top.min()) >= -1
+            and float(self.exact.min()) >= 0
+        )
+
     def near(self) -> torch.Tensor:
         """How far from its centre the maximum may be rounded, by 2**-8 of that, at most."""
         return (self.top + self.centre).abs_().mul_(0.5).add_(1.0).clamp_(max=NEAR)
