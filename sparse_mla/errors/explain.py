@@ -100,7 +100,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "id": record.id,
-        "type": record.exception.__name__,
+        "type": record.type_name,
         "title": record.title,
         "message": record.message,
         "detail": record.detail,
@@ -110,6 +110,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
         "trigger": record.trigger,
         "situations": list(record.situations),
         "solutions": [{"text": way.text, "code": way.code} for way in record.solutions],
+        "guard": record.guard,
         "before": record.before,
         "after": record.after,
         "related": list(record.related),
@@ -118,6 +119,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
         "symptoms": list(record.symptoms),
         "foreign": list(record.foreign),
         "needs": list(record.needs),
+        "raised_here": not record.reported_as,
         "raised_at": [
             {"file": site.file, "line": site.line, "end_line": site.end_line}
             for site in raised_at().get(record.id, ())

@@ -40,6 +40,8 @@ _PATTERNS = {
     **dict.fromkeys(("device", "got"), r"[^\n]{1,80}?"),
     **dict.fromkeys(("h_q", "h_kv", "s_q", "s_kv", "d_qk", "kv_d_qk", "topk", "count"), _TOKEN),
     **dict.fromkeys(("query", "slot", "index", "length", "row", "bytes", "limit"), _TOKEN),
+    "size": r"[\d.]{1,20} [KMGT]iB",
+    "version": r"\d{1,9}",
     "path": r"'[^'\n]{1,300}'|\"[^\"\n]{1,300}\"|[^\s'\"]{1,300}",
 }
 _ANYTHING = r"[^\n]{1,400}?"
