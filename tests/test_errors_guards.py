@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import sys
 import tempfile
@@ -107,10 +108,8 @@ def _names() -> dict[str, Any]:
 def _after_running(program: str) -> dict[str, Any]:
     """The variables of an example when it has run, or failed."""
     names = {**_names(), "load_call": callfile.load_call}
-    try:
+    with contextlib.suppress(SparseMLAError, Warning, FloatingPointError):
         exec(compile(program, "<example>", "exec"), names)
-    except (SparseMLAError, Warning, FloatingPointError):
-        pass
     return names
 
 

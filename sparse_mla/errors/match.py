@@ -33,7 +33,7 @@ _BEFORE_MESSAGE = re.compile(r"(?:^|[\w.]*(?:Error|Exception|Warning): ?|[\"'(])
 
 _SHAPE = r"(?:torch\.Size\()?[\[(][^()\[\]\n]{0,200}[\])]\)?|[^\s,()/]{1,60}"
 _TOKEN = r"[^\s,()/]{1,60}"
-_PATTERNS = {
+FIELD_PATTERNS = {
     **dict.fromkeys(("shape", "got_shape", "strides", "expected"), _SHAPE),
     **dict.fromkeys(("name", "tensor", "backend", "chosen", "kernel"), r"[\w.\-\[\]]{1,60}"),
     **dict.fromkeys(("dtype", "got_dtype", "q_dtype", "kv_dtype", "type"), r"[\w.]{1,60}"),
@@ -44,7 +44,7 @@ _PATTERNS = {
     "version": r"\d{1,9}",
     "path": r"'[^'\n]{1,300}'|\"[^\"\n]{1,300}\"|[^\s'\"]{1,300}",
 }
-_ANYTHING = r"[^\n]{1,400}?"
+ANYTHING = r"[^\n]{1,400}?"
 
 _FOREIGN_SCORE = 22
 """Another project's pattern beats a template of ours with fewer literal characters than this."""
@@ -196,7 +196,7 @@ def _compiled(template: str) -> _Template:
         literals.append(literal)
         if field is None:
             continue
-        pattern = _PATTERNS.get(field, _ANYTHING)
+        pattern = FIELD_PATTERNS.get(field, ANYTHING)
         last = number == len(pieces) - 1
         if last and pattern.endswith("}?"):
             pattern = pattern[:-1] + r"(?=\s|$)"

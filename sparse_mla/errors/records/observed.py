@@ -156,7 +156,7 @@ torch.cuda.synchronize()
                 "Bisect the layers: the first one whose output is NaN has the fault.",
                 "for name, module in model.named_modules():\n"
                 "    module.register_forward_hook(\n"
-                "        lambda _, __, y, name=name: print(name, torch.as_tensor(y).isnan().any())\n"
+                "        lambda _, __, y, name=name: print(name, y.isnan().any().item())\n"
                 "    )",
             ),
         ),
@@ -293,7 +293,8 @@ torch.zeros(1, device=device)
         solutions=(
             Solution("See the driver and its CUDA version.", "nvidia-smi"),
             Solution(
-                "See the CUDA version of torch.", 'python -c "import torch; print(torch.version.cuda)"'
+                "See the CUDA version of torch.",
+                'python -c "import torch; print(torch.version.cuda)"',
             ),
             Solution("See what this machine can run.", "sparse-mla doctor"),
             Solution("Update the host's driver, or install the torch built for its CUDA version."),
@@ -346,7 +347,7 @@ torch.zeros(1, device=device)
         ),
         trigger="torch's allocator finds no free block of that size.",
         situations=(
-            "A serving engine gave nearly all memory to its KV cache, and the results find no room.",
+            "A serving engine gave nearly all memory to its KV cache: the results find no room.",
             "A long prompt was computed in one call instead of in chunks.",
             "The reference backend, which works in float64, was run on a large problem.",
         ),
