@@ -49,7 +49,11 @@ def application(site: Path, release: Release) -> Starlette:
             return _refusal(404, "unknown-id", text, suggestions=nearest)
         return JSONResponse(published(RECORDS[id], release))
 
+    def nothing(request: Request) -> Response:
+        raise HTTPException(404)
+
     routes = [
+        Route("/api", nothing),
         Route("/api/errors", all_errors),
         Route("/api/errors/", all_errors),
         Route("/api/errors/{id}", one_error),
