@@ -38,6 +38,7 @@ def commands() -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
         help="The error reference: build it as a static site, or serve it on this machine.",
+        short_help="Build the error reference as a site, or serve it.",
     )
     for function in (build, serve):
         text = inspect.cleandoc(function.__doc__ or "")
