@@ -132,6 +132,9 @@ OTHERS = [
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has",
     "ValueError: query and key must have the same dtype",
     "q must be contiguous\nkv must be contiguous\nindices must be int32, got torch.int64\n",
+    # The second stands by itself, the longer first one within other words.
+    "see topk_length must be int32 with shape (4,), got (3,)/torch.int64\n"
+    "ValueError: q must be contiguous",
     "hello world",
     "KeyError: 'x'",
     "",
@@ -146,7 +149,7 @@ def test_messages_of_other_projects_and_nonsense(open_page: Any) -> None:
     found = open_page().evaluate(FIND, OTHERS)
     here = _found_here(OTHERS)
     assert [match and [match[0], dict(sorted(match[1].items()))] for match in found] == here
-    assert sum(match is not None for match in here) == 15
+    assert sum(match is not None for match in here) == 16
 
 
 def test_megabytes_take_a_moment(open_page: Any) -> None:
@@ -192,6 +195,7 @@ def test_a_pasted_traceback_is_explained_with_its_numbers(open_page: Any, scheme
     address, _, told = page.url.partition("#")
     assert address.endswith("/errors/h-kv-not-one/index.html")
     assert dict(parse_qsl(told)) == {"h_kv": "8", "shape": "(4096, 8, 576)"}
+    assert page.locator("#yours").is_visible()
     assert "Your kv has 8 KV heads." in page.locator("#yours").inner_text()
     assert "requires h_kv=1, got 8" in page.locator(".message").inner_text()
     assert len(page.screenshot(full_page=True)) > 10_000
