@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -343,3 +345,37 @@ def test_the_guard_is_copied(open_page: Any) -> None:
     assert page.evaluate("copied") == RECORDS["h-kv-not-one"].guard
     page.locator("figure").first.get_by_role("button", name="Copy").click()
     assert page.evaluate("copied") == RECORDS["h-kv-not-one"].before
+
+
+def test_the_served_site_works_under_its_policy(browser: Any) -> None:
+    """The server's headers allow the site's own script and style, and nothing else."""
+    for name in ("uvicorn", "starlette"):
+        pytest.importorskip(name, reason=f"needs {name}: pip install 'sparse-mla[site]'")
+    program = "from sparse_mla.cli import main; main()"
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-c", program, "errors", "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    window = browser.new_context()
+    try:
+        assert child.stdout is not None
+        server = child.stdout.readline().split(" ")[0]
+        complaints: list[str] = []
+        page = window.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.goto(server)
+        page.locator("#text").fill(MESSAGE)
+        page.locator(".found h2 a").click()
+        page.wait_for_url("**/errors/h-kv-not-one/index.html*")
+        assert "Your kv has 8 KV heads." in page.locator("#yours").inner_text()
+        assert page.evaluate("getComputedStyle(document.body).marginTop") == "0px"
+        assert complaints == []
+        page.evaluate("document.body.append(Object.assign(new Image(), { src: '/x.png' }))")
+        page.wait_for_timeout(200)
+        assert any("Content Security Policy" in text for text in complaints)
+    finally:
+        window.close()
+        child.kill()
+        child.wait()

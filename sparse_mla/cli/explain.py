@@ -130,7 +130,7 @@ def _unknown(pasted: str, as_json: bool) -> None:
 def _brief(record: ErrorRecord) -> dict[str, str]:
     return {
         "id": record.id,
-        "type": record.exception.__name__,
+        "type": record.type_name,
         "title": record.title,
         "message": record.message,
     }
