@@ -103,7 +103,7 @@ def test_before_ends_in_a_text_that_is_explained(record: ErrorRecord) -> None:
     if reason is not None:
         pytest.skip(reason)
     done = _run_alone(record.before)  # a crash on the GPU would spoil the tests that follow
-    assert done.returncode == 1
+    assert done.returncode != 0
     assert find(done.stderr)[0].record.id == record.id
 
 

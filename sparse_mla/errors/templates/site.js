@@ -260,8 +260,8 @@ function show(text) {
     results.append(card(matches[0]));
     if (matches.length > 1) results.append(element("h3", "Also possible"), listOf(matches.slice(1, 5)));
   } else {
-    const count = Math.min(matches.length, 10);
-    status.textContent = count === 1 ? "1 error mentions this." : `${count} errors mention this, the best first.`;
+    const count = matches.length, shown = count > 10 ? "the best ten are shown" : "the best first";
+    status.textContent = count === 1 ? "1 error mentions this." : `${count} errors mention this, ${shown}.`;
     results.append(listOf(matches.slice(0, 10)));
   }
 }
