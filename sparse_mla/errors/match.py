@@ -44,6 +44,7 @@ FIELD_PATTERNS = {
     "version": r"\d{1,9}",
     "path": r"'[^'\n]{1,300}'|\"[^\"\n]{1,300}\"|[^\s'\"]{1,300}",
 }
+PATH_WITH_SPACES = r"(?:\.{0,2}/|~)[^'\"\n]{1,300}?|[^\s'\"][^'\"\n]{0,300}?\.safetensors"
 ANYTHING = r"[^\n]{1,400}?"
 
 _FOREIGN_SCORE = 22
@@ -197,6 +198,8 @@ def _compiled(template: str) -> _Template:
         if field is None:
             continue
         pattern = FIELD_PATTERNS.get(field, ANYTHING)
+        if field == "path" and literal:  # it begins where the words before it end
+            pattern += f"|{PATH_WITH_SPACES}"
         last = number == len(pieces) - 1
         if last and pattern.endswith("}?"):
             pattern = pattern[:-1] + r"(?=\s|$)"

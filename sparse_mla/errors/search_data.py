@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .explain import WEIGHTS, word_weights
-from .match import ANYTHING, FIELD_PATTERNS
+from .match import ANYTHING, FIELD_PATTERNS, PATH_WITH_SPACES
 from .record import ErrorRecord
 
 _LEAST_WEIGHT = 2.0
@@ -31,6 +31,7 @@ def search_data(records: Mapping[str, ErrorRecord]) -> dict[str, Any]:
     return {
         "fields": {name: javascript(pattern) for name, pattern in FIELD_PATTERNS.items()},
         "anything": javascript(ANYTHING),
+        "pathWithSpaces": javascript(PATH_WITH_SPACES),
         "weights": sorted({*WEIGHTS.values()}, reverse=True),
         "words": _words(records),
         "records": [

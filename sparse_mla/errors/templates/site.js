@@ -35,6 +35,7 @@ const search = (() => {
         return;
       }
       let pattern = Object.hasOwn(data.fields, piece) ? data.fields[piece] : data.anything;
+      if (piece === "path" && pieces[n - 1]) pattern += "|" + data.pathWithSpaces;
       const isLast = n === pieces.length - 2 && pieces[n + 1] === "";
       if (isLast && pattern.endsWith("}?")) pattern = pattern.slice(0, -1) + "(?=\\s|$)";
       source += seen.has(piece) ? `\\k<${piece}>` : `(?<${piece}>${pattern})`;
