@@ -9,10 +9,11 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick imports lint format types clean
+.PHONY: help venv demo site test quick imports lint format types clean
 
 help:
 	@echo 'make demo     compute FP8 sparse MLA attention here, check it and time it (ARGS="--help": its options)'
+	@echo 'make site     build the error reference in build/site, a page for each error'
 	@echo 'make test     every test that this machine can run (ARGS="-k merge": some of them)'
 	@echo 'make quick    the tests without the slow ones'
 	@echo 'make imports  the tests of who may import whom, and of the time an import takes'
@@ -24,6 +25,9 @@ venv:
 
 demo: venv
 	$(BIN)/sparse-mla demo $(ARGS)
+
+site: venv
+	$(BIN)/sparse-mla errors build --out build/site
 
 test: venv
 	$(PYTEST) -n $(JOBS) --dist worksteal $(ARGS)

@@ -33,6 +33,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "known": ("auto, cpu, reference",),
     "reasons": ("sm90: no GPU; cpu: tensors are on cuda",),
     "capability": ("8.9",),
+    "size": ("2.00 GiB", "512.00 MiB"),
 }
 
 

@@ -19,7 +19,7 @@ from sparse_mla.callfile import save_call
 from sparse_mla.cli import build
 from sparse_mla.cli.terminal import plain, say_json
 
-COMMANDS = ("demo", "run", "check", "doctor", "explain")
+COMMANDS = ("demo", "run", "check", "doctor", "explain", "errors")
 PROGRAM = (sys.executable, "-c", "from sparse_mla.cli import main; main()")
 
 
@@ -63,9 +63,9 @@ def call_file(tmp_path: Path) -> Path:
     return tmp_path / "call.safetensors"
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [*COMMANDS[:-1], "errors build", "errors serve"])
 def test_help_has_examples_and_exit_codes(command: str) -> None:
-    result = invoke(command, "--help")
+    result = invoke(*command.split(), "--help")
     assert result.exit_code == 0
     assert f"\n    sparse-mla {command}" in result.stdout  # a line of its own, not joined
     assert "Exit codes: 0 " in result.stdout

@@ -54,7 +54,7 @@ CONTRACT = {
     "sm-scale-invalid": "sm_scale must be a finite positive number, got {}",
 }
 
-MAY_BE_EMPTY = {"foreign", "needs"}
+MAY_BE_EMPTY = {"foreign", "needs", "reported_as"}
 
 
 @pytest.mark.parametrize("id", CONTRACT)

@@ -161,12 +161,45 @@ def test_of_several_errors_the_one_that_is_named_wins() -> None:
         ),
         (
             "torch.AcceleratorError: CUDA error: an illegal memory access was encountered",
-            "index-out-of-range",
+            "illegal-memory-access",
+            {},
+        ),
+        ("IndexError: indexing is out of bounds", "index-out-of-range", {}),
+        ("FlashMLA: CUDA error: misaligned address", "illegal-memory-access", {}),
+        (
+            "kernel prefill could not be launched on cuda:0: CUDA_ERROR_ILLEGAL_ADDRESS",
+            "kernel-launch-failed",
+            {"kernel": "prefill", "device": "cuda:0", "reason": "CUDA_ERROR_ILLEGAL_ADDRESS"},
+        ),
+        (
+            "RuntimeError: CUDA error: no kernel image is available for execution on the device\n"
+            "CUDA kernel errors might be asynchronously reported at some other API call",
+            "gpu-unsupported",
             {},
         ),
         (
+            "NVIDIA RTX PRO 6000 with CUDA capability sm_120 is not compatible with the current"
+            " PyTorch installation.",
+            "gpu-unsupported",
+            {},
+        ),
+        (
+            "RuntimeError: The NVIDIA driver on your system is too old (found version 12040)."
+            " Please update your GPU driver",
+            "driver-too-old",
+            {"version": "12040"},
+        ),
+        (
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a"
+            " total capacity of 79.11 GiB",
+            "out-of-memory",
+            {"size": "2.00 GiB"},
+        ),
+        ("AssertionError: NaN detected in the output of layer 3", "nan-in-output", {}),
+        ("ValueError: NaN values in kv", "nan-in-input", {}),
+        (
             "RuntimeError: probability tensor contains either `inf`, `nan` or element < 0",
-            "nan-in-input",
+            "nan-in-output",
             {},
         ),
         (
@@ -254,7 +287,8 @@ def test_record_as_json(record: ErrorRecord) -> None:
     data = json.loads(json.dumps(record_dict(record)))
     assert data["schema_version"] == 1
     assert data["id"] == record.id
-    assert data["type"] == record.exception.__name__
+    assert data["type"] == record.type_name
+    assert data["raised_here"] is not bool(record.reported_as)
     assert data["situations"] == list(record.situations)
     assert [way["text"] for way in data["solutions"]] == [way.text for way in record.solutions]
 

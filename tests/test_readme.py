@@ -71,6 +71,13 @@ def test_the_error_shown_is_the_error_raised(names: dict[str, Any]):
     assert shown in re.sub(r"^    ", "", README, flags=re.MULTILINE)
 
 
+def test_what_is_linked_is_there():
+    links = re.findall(r"\]\(([^)]+)\)", README)
+    here = [link for link in links if "://" not in link]
+    assert "docs/error-page.png" in here
+    assert not [link for link in here if not (Path(__file__).parents[1] / link).is_file()]
+
+
 def test_every_backend_has_a_row():
     from sparse_mla import dispatch
 

@@ -22,6 +22,7 @@ def build() -> typer.Typer:
     from .check import check
     from .demo import demo
     from .doctor import doctor
+    from .errors import commands as errors
     from .explain import explain
     from .run import run
 
@@ -50,6 +51,7 @@ def build() -> typer.Typer:
     for function in (demo, run, check, doctor, explain):
         text = inspect.cleandoc(function.__doc__ or "")
         app.command(help=_with_lines(text), short_help=text.partition("\n")[0])(function)
+    app.add_typer(errors(), name="errors")
     return app
 
 

@@ -130,7 +130,7 @@ def _unknown(pasted: str, as_json: bool) -> None:
 def _brief(record: ErrorRecord) -> dict[str, str]:
     return {
         "id": record.id,
-        "type": record.exception.__name__,
+        "type": record.type_name,
         "title": record.title,
         "message": record.message,
     }
@@ -175,6 +175,8 @@ def _show(matches: Sequence[Match]) -> None:
     pen.code(record["before"], 2, lost)
     pen.title("Works")
     pen.code(record["after"], 2, gained)
+    pen.title("Guard")
+    pen.code(record["guard"], 2)
     pen.part("Operators", ", ".join(record["operators"]))
     pen.part("Related", ", ".join(record["related"]))
     sites = [f"{site['file']}:{site['line']}" for site in record["raised_at"]]

@@ -29,7 +29,7 @@ __all__ = [
 SCHEMA_VERSION = 1
 _LONGEST_QUERY = 2_000
 _WORD = re.compile(r"[a-z0-9_]+")
-_WEIGHTS: Mapping[str, float] = {
+WEIGHTS: Mapping[str, float] = {
     "id": 6,
     "title": 5,
     "symptoms": 5,
@@ -100,7 +100,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "id": record.id,
-        "type": record.exception.__name__,
+        "type": record.type_name,
         "title": record.title,
         "message": record.message,
         "detail": record.detail,
@@ -110,6 +110,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
         "trigger": record.trigger,
         "situations": list(record.situations),
         "solutions": [{"text": way.text, "code": way.code} for way in record.solutions],
+        "guard": record.guard,
         "before": record.before,
         "after": record.after,
         "related": list(record.related),
@@ -118,6 +119,7 @@ def record_dict(record: ErrorRecord) -> dict[str, Any]:
         "symptoms": list(record.symptoms),
         "foreign": list(record.foreign),
         "needs": list(record.needs),
+        "raised_here": not record.reported_as,
         "raised_at": [
             {"file": site.file, "line": site.line, "end_line": site.end_line}
             for site in raised_at().get(record.id, ())
@@ -154,14 +156,17 @@ def _known(word: str, frequency: Counter[str]) -> list[tuple[str, float]]:
 
 @functools.lru_cache(maxsize=1)
 def _index() -> Mapping[str, Mapping[str, float]]:
-    """For each id, the weight of each word of its record: the best place where it stands."""
-    index: dict[str, dict[str, float]] = {}
-    for id, record in RECORDS.items():
-        scores = index.setdefault(id, {})
-        for name, weight in _WEIGHTS.items():
-            for word in _words(_text(getattr(record, name))):
-                scores[word] = max(scores.get(word, 0.0), weight)
-    return index
+    """For each id, the weight of each word of its record."""
+    return {id: word_weights(record) for id, record in RECORDS.items()}
+
+
+def word_weights(record: ErrorRecord) -> Mapping[str, float]:
+    """The words of a record, each with the weight of the best place where it stands."""
+    scores: dict[str, float] = {}
+    for name, weight in WEIGHTS.items():
+        for word in _words(_text(getattr(record, name))):
+            scores[word] = max(scores.get(word, 0.0), weight)
+    return scores
 
 
 def _text(value: Any) -> str:

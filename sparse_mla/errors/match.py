@@ -33,17 +33,19 @@ _BEFORE_MESSAGE = re.compile(r"(?:^|[\w.]*(?:Error|Exception|Warning): ?|[\"'(])
 
 _SHAPE = r"(?:torch\.Size\()?[\[(][^()\[\]\n]{0,200}[\])]\)?|[^\s,()/]{1,60}"
 _TOKEN = r"[^\s,()/]{1,60}"
-_PATTERNS = {
+FIELD_PATTERNS = {
     **dict.fromkeys(("shape", "got_shape", "strides", "expected"), _SHAPE),
     **dict.fromkeys(("name", "tensor", "backend", "chosen", "kernel"), r"[\w.\-\[\]]{1,60}"),
     **dict.fromkeys(("dtype", "got_dtype", "q_dtype", "kv_dtype", "type"), r"[\w.]{1,60}"),
     **dict.fromkeys(("device", "got"), r"[^\n]{1,80}?"),
     **dict.fromkeys(("h_q", "h_kv", "s_q", "s_kv", "d_qk", "kv_d_qk", "topk", "count"), _TOKEN),
     **dict.fromkeys(("query", "slot", "index", "length", "row", "bytes", "limit"), _TOKEN),
+    "size": r"[\d.]{1,20} [KMGT]iB",
+    "version": r"\d{1,9}",
     "path": r"'[^'\n]{1,300}'|\"[^\"\n]{1,300}\"|[^\s'\"]{1,300}",
 }
-_PATH_WITH_SPACES = r"(?:\.{0,2}/|~)[^'\"\n]{1,300}?|[^\s'\"][^'\"\n]{0,300}?\.safetensors"
-_ANYTHING = r"[^\n]{1,400}?"
+PATH_WITH_SPACES = r"(?:\.{0,2}/|~)[^'\"\n]{1,300}?|[^\s'\"][^'\"\n]{0,300}?\.safetensors"
+ANYTHING = r"[^\n]{1,400}?"
 
 _FOREIGN_SCORE = 22
 """Another project's pattern beats a template of ours with fewer literal characters than this."""
@@ -195,9 +197,9 @@ def _compiled(template: str) -> _Template:
         literals.append(literal)
         if field is None:
             continue
-        pattern = _PATTERNS.get(field, _ANYTHING)
+        pattern = FIELD_PATTERNS.get(field, ANYTHING)
         if field == "path" and literal:  # it begins where the words before it end
-            pattern += f"|{_PATH_WITH_SPACES}"
+            pattern += f"|{PATH_WITH_SPACES}"
         last = number == len(pieces) - 1
         if last and pattern.endswith("}?"):
             pattern = pattern[:-1] + r"(?=\s|$)"

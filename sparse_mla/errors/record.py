@@ -52,6 +52,13 @@ class ErrorRecord:
     foreign: tuple[str, ...] = ()  # regular expressions for other projects' messages
     needs: tuple[str, ...] = ()  # what the examples need: "cuda", "hopper", ...
     yours: str = ""  # what the values of a pasted message say about the reader's call
+    guard: str = ""  # a few lines for the caller's code that meet the fault before the call does
+    reported_as: str = ""  # what others raise: set where no code of this package raises the record
+
+    @property
+    def type_name(self) -> str:
+        """The exception that a user sees."""
+        return self.reported_as or self.exception.__name__
 
 
 class SparseMLAError(Exception):

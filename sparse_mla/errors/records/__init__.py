@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from ..record import ErrorRecord
 from . import (
@@ -15,11 +16,13 @@ from . import (
     helpers,
     jit,
     jit_cache,
+    observed,
     prefill_arguments,
     prefill_geometry,
     prefill_shapes,
     prefill_tensors,
 )
+from .guards import GUARDS
 
 FAMILIES = (
     prefill_shapes,
@@ -34,6 +37,7 @@ FAMILIES = (
     dispatch,
     jit,
     jit_cache,
+    observed,
     files,
 )
 
@@ -45,7 +49,7 @@ def joined(families: Iterable[Iterable[ErrorRecord]]) -> dict[str, ErrorRecord]:
         for record in family:
             if record.id in records:
                 raise ValueError(f"two records have the id {record.id}")
-            records[record.id] = record
+            records[record.id] = replace(record, guard=GUARDS.get(record.id, ""))
     return records
 
 

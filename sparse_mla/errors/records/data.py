@@ -75,7 +75,13 @@ RECORDS = (
         ),
         before=debugged(strict("indices[0, 0, 0] = 300")),
         after=debugged(strict("indices[0, 0, 0] = 299")),
-        related=("topk-length-out-of-range", "nan-in-input", "indices-shape"),
+        related=(
+            "topk-length-out-of-range",
+            "nan-in-input",
+            "indices-shape",
+            "illegal-memory-access",
+            "nan-in-output",
+        ),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
@@ -91,7 +97,6 @@ RECORDS = (
         foreign=(
             r"index(?:es|ing)? (?:\S{1,60} )?(?:is |are )?out of (?:bounds|range)(?! for dim)",
             r"(?:vectorized_gather_kernel|IndexKernel|indexSelect\w{0,40}).{0,200}[Aa]ssert",
-            r"an illegal memory access was encountered",
         ),
     ),
     ErrorRecord(
@@ -187,7 +192,13 @@ RECORDS = (
         ),
         before=debugged(strict(scale="torch.zeros(1)")),
         after=debugged(strict(scale="torch.ones(1)")),
-        related=("scale-invalid", "scale-not-positive-number", "nan-in-input", "quantize-scale"),
+        related=(
+            "scale-invalid",
+            "scale-not-positive-number",
+            "nan-in-input",
+            "quantize-scale",
+            "nan-in-output",
+        ),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
@@ -242,7 +253,7 @@ RECORDS = (
         ),
         before=debugged(strict("q.view(torch.uint8)[0, 0, 0] = 0x7F")),
         after=debugged(strict("q.view(torch.uint8)[0, 0, 0] = 0x7E")),
-        related=("scale-data-invalid", "index-out-of-range", "quantize-input"),
+        related=("scale-data-invalid", "index-out-of-range", "quantize-input", "nan-in-output"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
@@ -256,11 +267,8 @@ RECORDS = (
             "SPARSE_MLA_DEBUG",
         ),
         foreign=(
-            r"probability tensor contains either `?inf`?, `?nan`?",
-            (
-                r"(?:[Nn]a[Nn]|non-finite)\w{0,40} (?:values? )?(?:detected|found|in (?:the"
-                r" )?(?:logits|output|attention|q|kv))"
-            ),
+            r"(?:[Nn]a[Nn]|non-finite)\w{0,40} (?:values? )?(?:(?:detected|found) )?in (?:the )?"
+            r"(?:q|kv|inputs?|kv[_ ]cache)\b",
         ),
     ),
 )

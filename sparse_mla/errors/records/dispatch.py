@@ -107,7 +107,13 @@ RECORDS = (
         ),
         before=_PROBLEM.format(device="meta", backend="cpu"),
         after=_PROBLEM.format(device="cpu", backend="cpu"),
-        related=("backend-unknown", "no-backend", "slow-backend", "kernel-load-failed"),
+        related=(
+            "backend-unknown",
+            "no-backend",
+            "slow-backend",
+            "kernel-load-failed",
+            "gpu-unsupported",
+        ),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(
@@ -128,7 +134,6 @@ RECORDS = (
                 r"Selected backend (?:AttentionBackendEnum\.)?(?P<backend>\w{1,40}) is not valid"
                 r" for this configuration\. Reason: (?P<reason>.{1,200})"
             ),
-            r"no kernel image is available for execution on the device",
             r"(?:requires?|only supports?) (?:SM|sm_?)90a?\b",
             r"[Uu]nsupported (?:GPU )?(?:compute capability|architecture|sm version)",
         ),
@@ -237,7 +242,7 @@ RECORDS = (
             indices='torch.randint(0, 300, (4, 100), dtype=torch.int32, device="cuda")',
             more='backend="reference"',
         ),
-        related=("backend-refused", "no-backend", "nvrtc-missing"),
+        related=("backend-refused", "no-backend", "nvrtc-missing", "out-of-memory"),
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=(

@@ -129,7 +129,7 @@ from sparse_mla import jit
 
 print(jit.available() or "kernels can be compiled and loaded here")
 """,
-        related=("nvrtc-missing", "kernel-load-failed"),
+        related=("nvrtc-missing", "kernel-load-failed", "driver-too-old"),
         operators=OPERATORS,
         since=SINCE,
         symptoms=("libcuda.so.1: cannot open shared object file", "no CUDA-capable device"),
@@ -247,12 +247,13 @@ with use_cache:
             "kernel-launch-failed",
             "cuda-driver-missing",
             "backend-refused",
+            "gpu-unsupported",
+            "driver-too-old",
         ),
         operators=OPERATORS,
         since=SINCE,
         symptoms=("no kernel image is available for execution on the device",),
         foreign=(
-            r"no kernel image is available for execution on the device",
             r"CUDA_ERROR_(NO_BINARY_FOR_GPU|INVALID_IMAGE|UNSUPPORTED_PTX_VERSION)",
             r"device kernel image is invalid",
         ),
@@ -312,11 +313,11 @@ with use_cache:
 stream = torch.cuda.current_stream().cuda_stream
 kernel.launch((1, 1, 1), (1, 1, 1), 0, stream, ctypes.addressof(parameters))
 """,
-        related=("kernel-load-failed",),
+        related=("kernel-load-failed", "illegal-memory-access"),
         operators=OPERATORS,
         since=SINCE,
         symptoms=("an illegal memory access was encountered", "invalid resource handle"),
-        foreign=(r"CUDA_ERROR_ILLEGAL_ADDRESS", r"CUDA_ERROR_LAUNCH_(FAILED|OUT_OF_RESOURCES)"),
+        foreign=(r"CUDA_ERROR_LAUNCH_(FAILED|OUT_OF_RESOURCES)",),
         needs=("cuda", "hopper", "nvrtc"),
     ),
 )
