@@ -217,5 +217,6 @@ def test_the_installed_sglang_has_that_signature() -> None:
     for argument in function.args.args + function.args.kwonlyargs:
         argument.annotation = None
     namespace: dict[str, Any] = {}
-    exec(compile(ast.Module([function], []), str(found[0]), "exec"), namespace)
+    program = ast.fix_missing_locations(ast.Module([function], []))
+    exec(compile(program, str(found[0]), "exec"), namespace)
     assert ours.signature_differences(namespace[ours.NAME]) == []
