@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 from callfiles import same_bits, small_call
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_mla
 from sparse_mla import environment
-from sparse_mla.callfile import capture, dump, load_call
+from sparse_mla.callfile import STRICT, Capture, capture, dump, load_call
 from sparse_mla.callfile.captures import call_seconds
 from sparse_mla.errors import ContractError
 
@@ -113,7 +112,7 @@ def test_the_environment_asks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     one = size_of_one(tmp_path)
     folder = tmp_path / "env"
     monkeypatch.setenv("SPARSE_MLA_CAPTURE", str(folder))
-    monkeypatch.setenv("SPARSE_MLA_CAPTURE_MAX_BYTES", str(3 * one + 100))
+    monkeypatch.setenv("SPARSE_MLA_CAPTURE_MAX_BYTES", str(3 * one + one // 2))
     for _ in range(6):
         operator()
     assert len(list(folder.iterdir())) == 3
@@ -154,10 +153,15 @@ def test_a_folder_that_cannot_be_written_warns_and_the_call_goes_on(tmp_path: Pa
     assert log.files == []
 
 
-def test_a_traced_call_has_no_data_to_record(tmp_path: Path) -> None:
-    with capture(tmp_path) as log, FakeTensorMode(allow_non_fake_inputs=True):
-        operator()
-    assert log.files == []
+def test_a_call_without_data_is_left_alone(tmp_path: Path) -> None:
+    """Fake tensors never come here; meta tensors and a compiler's own could."""
+    log = Capture(str(tmp_path / "never"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with log.around(STRICT, {"q": torch.ones(1, device="meta")}):
+            pass
+    assert log.seen == 1
+    assert not (tmp_path / "never").exists()
 
 
 @pytest.mark.parametrize("given", [{"rate": 1.5}, {"rate": -0.1}, {"max_bytes": -1}])

@@ -31,6 +31,8 @@ from .dump import has_data, recorded_call, warn_once, written
 
 MAX_BYTES = 1 << 30
 """Bytes of files that one capture writes unless told otherwise."""
+HEADER_BYTES = 4096
+"""More than what a file holds beside its tensors and notes."""
 
 
 @dataclass
@@ -88,6 +90,7 @@ class Capture:
         with self._lock:
             call = recorded_call(operator, arguments)
             size = sum(x.numel() * x.element_size() for x in call.tensors.values())
+            size += HEADER_BYTES + sum(map(len, notes.values()))
             if self.bytes + size > self.max_bytes:
                 self.too_large += 1
                 return
@@ -112,7 +115,7 @@ def capture(
     Args:
         folder: created when first needed, readable by its owner only.
         rate: share of the calls to record, drawn from ``seed``.
-        max_bytes: once the files are this large in total, no call is recorded.
+        max_bytes: the files stay below this in total; a call that would not fit is counted only.
         seed: which calls are drawn.
 
     A file that cannot be written warns once and lets the call go on.
