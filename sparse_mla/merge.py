@@ -128,7 +128,7 @@ def _fault(outs: Any, lses: Any, max_logits: Any) -> tuple[str, str, str] | None
 def _part_fault(part: Any, first: Any, *, is_out: bool, lse: Any) -> str | None:
     """What ``part`` had to be, ``None`` where it is."""
     if is_out:
-        fits = isinstance(part, torch.Tensor) and part.ndim >= 1 and part.is_floating_point()
+        fits = _is_strided(part) and part.ndim >= 1 and part.is_floating_point()
         if not fits:
             return "a float tensor (..., d_v)"
         if (part.shape, part.dtype, part.device) != (first.shape, first.dtype, first.device):
@@ -138,7 +138,7 @@ def _part_fault(part: Any, first: Any, *, is_out: bool, lse: Any) -> str | None:
     dtype = dtype if dtype in _LSE_DTYPES else torch.float32
     shape = tuple(first.shape[:-1])
     if (
-        isinstance(part, torch.Tensor)
+        _is_strided(part)
         and tuple(part.shape) == shape
         and part.dtype == dtype
         and part.device == first.device
@@ -147,7 +147,16 @@ def _part_fault(part: Any, first: Any, *, is_out: bool, lse: Any) -> str | None:
     return f"{str(dtype).removeprefix('torch.')} {shape} on {first.device}"
 
 
+def _is_strided(part: Any) -> bool:
+    """Whether ``part`` is a tensor, and not a sparse or nested one."""
+    return isinstance(part, torch.Tensor) and part.layout is torch.strided and not part.is_nested
+
+
 def _text(part: Any) -> str:
     if not isinstance(part, torch.Tensor):
         return type(part).__name__
-    return f"{str(part.dtype).removeprefix('torch.')} {tuple(part.shape)} on {part.device}"
+    kind = str(part.dtype).removeprefix("torch.")
+    if not _is_strided(part):
+        layout = "nested" if part.is_nested else str(part.layout).removeprefix("torch.")
+        return f"a {layout} tensor of {kind}"
+    return f"{kind} {tuple(part.shape)} on {part.device}"

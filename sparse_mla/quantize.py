@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from .errors import error
+from .errors import SparseMLAError, error
 
 E4M3 = torch.float8_e4m3fn
 
@@ -54,9 +54,13 @@ def quantize_fp8(
     Raises:
         ContractError: ``quantize-input``, ``quantize-per``, ``quantize-scale``.
     """
-    if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or not x.ndim or not x.shape[-1]:
-        dtype, shape = getattr(x, "dtype", type(x).__name__), tuple(getattr(x, "shape", ()))
-        raise error("quantize-input", dtype=dtype, shape=shape)
+    if not isinstance(x, torch.Tensor):
+        raise _not_quantisable(type(x).__name__, ())
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else x.layout
+        raise _not_quantisable(f"{x.dtype} ({kind})", () if x.is_nested else tuple(x.shape))
+    if x.dtype not in _FLOATS or not x.ndim or not x.shape[-1]:
+        raise _not_quantisable(x.dtype, tuple(x.shape))
     if per not in ("tensor", "token", "token-head"):
         raise error("quantize-per", per=repr(per))
     x = x.detach()
@@ -69,6 +73,10 @@ def quantize_fp8(
     divisor = usable.reshape(shape + (1,) * (x.ndim - len(shape)))
     scaled = x.to(torch.float32) / divisor
     return scaled.clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3).contiguous(), found
+
+
+def _not_quantisable(dtype: object, shape: tuple[int, ...]) -> SparseMLAError:
+    return error("quantize-input", dtype=dtype, shape=shape)
 
 
 def quantize_queries(
@@ -123,7 +131,9 @@ def _given(
     if scale is not None and absmax is not None:
         what = "both scale and absmax"
     elif isinstance(value, torch.Tensor):
-        if value.dtype != torch.float32 or (value.numel() != 1 and tuple(value.shape) != shape):
+        if value.layout is not torch.strided or value.is_nested:
+            what = f"{name}tensor without strides"
+        elif value.dtype != torch.float32 or (value.numel() != 1 and tuple(value.shape) != shape):
             what = f"{name}{value.dtype} tensor of shape {tuple(value.shape)}"
         elif value.device != x.device:
             what = f"{name}tensor on {value.device}, x is on {x.device}"

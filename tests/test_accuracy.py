@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,7 @@ from sparse_mla.testing import (
     EXACT,
     VALUE_ONE_CASES,
     Case,
+    Inputs,
     Tolerance,
     compare,
     expected,
@@ -49,6 +52,60 @@ def solve(case: Case, backend: str) -> PrefillProblem:
 def test_the_worst_row_is_within_the_tolerance(case: Case, backend: tuple[str, Tolerance]) -> None:
     name, tolerance = backend
     compare(solve(case, name), tolerance)
+
+
+def with_sinks(count: int, gap: float, sigma: float) -> Inputs:
+    """Rows 0 to ``count`` have zero values and a logit of ``gap``; the others' logits are normal.
+
+    ``out`` comes from the others alone, however little weight they have.
+    """
+    inputs = make_inputs(Case("sinks", 6, 2048, 16, topk=2048, sigma=sigma, dtype=torch.bfloat16))
+    q, kv = inputs.q, inputs.kv
+    kv[:, 0, 575], q[..., 575] = 0.0, 64.0
+    kv[:count] = 0.0
+    kv[:count, 0, 575] = gap / (64.0 * inputs.sm_scale)
+    return inputs
+
+
+@pytest.mark.parametrize("gap", [4.0, 8.0, 12.0, 16.0])
+@pytest.mark.parametrize("sigma", [0.05, 1.0, 2.0])
+@pytest.mark.parametrize("count", [1, 4])
+def test_attention_sinks(
+    count: int, sigma: float, gap: float, backend: tuple[str, Tolerance]
+) -> None:
+    """Weights of 0.03 to 0.9998 on tokens without values; half of what is allowed elsewhere."""
+    name, tolerance = backend
+    problem = make_problem(with_sinks(count, gap, sigma))
+    assert dispatch.run(problem, name) == name
+    compare(problem, replace(tolerance, out=min(tolerance.out, 0.007)))
+
+
+def test_an_attention_sink_that_some_queries_do_not_see(backend: tuple[str, Tolerance]) -> None:
+    """Whether the query before had one tells nothing about the next."""
+    name, tolerance = backend
+    inputs = with_sinks(1, 14.0, 1.0)
+    inputs.indices[::2][inputs.indices[::2] == 0] = -1
+    problem = make_problem(inputs)
+    assert dispatch.run(problem, name) == name
+    compare(problem, replace(tolerance, out=min(tolerance.out, 0.007)))
+
+
+def test_attention_sinks_of_short_queries(backend: tuple[str, Tolerance]) -> None:
+    """Several queries share a product, the tokens' scales differ, heads have sinks or none."""
+    name, tolerance = backend
+    inputs = make_inputs(Case("short", 40, 300, 16, topk=200, lengths="ragged", scales="token"))
+    inputs.q[:, ::2, 575] = inputs.q[:, ::2, 575].float().abs().clamp(min=200).to(inputs.q.dtype)
+    codes = inputs.kv.view(torch.uint8)
+    codes[0] = 0
+    codes[0, 0, 575] = 0x7E  # 448
+    assert inputs.kv_scale is not None
+    assert inputs.q_scale is not None
+    per_code = float((448 * 200 * inputs.q_scale).mean()) * inputs.sm_scale
+    inputs.kv_scale[0] = 14.0 / per_code
+    inputs.indices[:, 0, 0] = 0
+    problem = make_problem(inputs)
+    assert dispatch.run(problem, name) == name
+    compare(problem, tolerance)
 
 
 @pytest.mark.parametrize("case", VALUE_ONE_CASES, ids=str)

@@ -14,6 +14,7 @@ import torch
 from sparse_mla import (
     BackendError,
     ContractError,
+    merge_attention_states,
     quantize_fp8,
     sparse_mla_prefill,
     sparse_mla_q8kv8_prefill_fwd,
@@ -79,6 +80,29 @@ def test_a_tensor_without_strides_is_named(name: str, layout: str, operator: str
     else:
         assert line == f"{name} must be a strided tensor, got layout {layout}"
     assert all(bool((arguments[other] == 7).all()) for other in RESULTS if other != name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantising_a_tensor_without_strides(layout: str) -> None:
+    x = LAYOUTS[layout](torch.ones(2, 4))
+    with pytest.raises(ContractError) as caught:
+        quantize_fp8(x)
+    assert caught.value.id == "quantize-input"
+    assert layout in str(caught.value).splitlines()[0]
+    with pytest.raises(ContractError) as caught:
+        quantize_fp8(torch.ones(2, 4), scale=x)
+    assert caught.value.id == "quantize-scale"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_merging_tensors_without_strides(layout: str) -> None:
+    outs, lses = [torch.ones(2, 4)] * 2, [torch.zeros(2)] * 2
+    odd_outs, odd_lses = [LAYOUTS[layout](outs[0]), outs[1]], [lses[0], LAYOUTS[layout](lses[1])]
+    for parts in ((odd_outs, lses), (outs, odd_lses)):
+        with pytest.raises(ContractError) as caught:
+            merge_attention_states(*parts)
+        assert caught.value.id == "merge-shapes"
+        assert f"a {layout} tensor" in str(caught.value)
 
 
 @pytest.mark.parametrize("d_v", [np.array([512, 512]), [512], "512", 512.0, torch.tensor(512)])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sparse_mla import dispatch
-from sparse_mla.backends import cpu, cpu_table, cpu_workers
+from sparse_mla.backends import cpu, cpu_slots, cpu_table, cpu_workers
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import (
     CASES,
@@ -132,8 +132,8 @@ def test_short_queries_share_products(tolerance: Tolerance) -> None:
     case = Case("short", 400, 90, 4, topk=64, lengths="ragged", sink="normal")
     problem = solve(make_inputs(case))
     compare(problem, tolerance, queries=range(0, 400, 7))
-    _, counts = cpu._valid_slots(problem, torch.arange(400))
-    blocks = list(cpu._blocks(counts, 100))
+    _, counts = cpu_slots.valid_slots(problem, torch.arange(400))
+    blocks = list(cpu_slots.query_blocks(counts, 100))
     assert len(blocks) < 12
     members = torch.cat([torch.arange(400)[group] for group, _ in blocks]).sort().values
     assert torch.equal(members, counts.nonzero().view(-1))

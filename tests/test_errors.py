@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 import string
+import traceback
 
 import pytest
 import torch
@@ -255,3 +256,8 @@ def test_an_object_without_text_is_no_failure() -> None:
             raise RuntimeError("no text")
 
     assert "Silent" in str(error("sm-scale-invalid", value=Silent()))
+
+
+def test_tracebacks_show_the_name_to_import():
+    shown = traceback.format_exception_only(error("h-kv-not-one", h_kv=8, shape=(9, 8, 576)))
+    assert shown[0].startswith("sparse_mla.errors.ContractError: ")

@@ -88,6 +88,17 @@ def test_values_of_the_message_and_of_the_lines_below_it() -> None:
     assert page["detail"].startswith("kv has shape (4096, 8, 576):")
 
 
+@pytest.mark.parametrize(
+    "id",
+    ["cache-unwritable", "cache-untrusted", "dump-failed", "file-not-written", "file-unreadable"],
+)
+@pytest.mark.parametrize("path", ["/srv/my calls/of today", "call 17 (copy).safetensors"])
+def test_a_path_with_spaces(id: str, path: str) -> None:
+    values = {"path": path, "reason": "No such file or directory"}
+    match = find(first_line(RECORDS[id], values))[0]
+    assert (match.record.id, match.values) == (id, values)
+
+
 def test_a_sentence_is_left_out_where_its_values_are_unknown() -> None:
     page = explanation(find("sparse_mla_q8kv8_prefill_fwd requires h_kv=1, got 8")[0])
     assert page["yours"] == "Your kv has 8 KV heads."

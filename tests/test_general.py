@@ -10,6 +10,7 @@ import torch
 
 from sparse_mla import dispatch, quantize_fp8, sparse_mla_prefill
 from sparse_mla import sparse_mla_q8kv8_prefill_fwd as strict
+from sparse_mla.testing import CPU_BFLOAT16
 
 E4M3 = torch.float8_e4m3fn
 BACKENDS = ["reference", "cpu"]
@@ -57,10 +58,12 @@ def some_indices(s_q: int, s_kv: int, topk: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(-4, s_kv + 4, (s_q, topk), generator=g, dtype=torch.int32)
 
 
-def assert_close(got: Outputs, want: Outputs, rtol: float = 0.01) -> None:
+def assert_close(got: Outputs, want: Outputs, rtol: float = CPU_BFLOAT16.out) -> None:
+    """Within what the cpu backend states in bfloat16, ``CPU_BFLOAT16``."""
     (out, max_logits, lse), exact = [[x.double() for x in xs] for xs in (got, want)]
-    torch.testing.assert_close(max_logits, exact[1], rtol=1e-3, atol=2e-3)
-    torch.testing.assert_close(lse, exact[2], rtol=1e-3, atol=2e-3)
+    limits = {"rtol": CPU_BFLOAT16.relative, "atol": CPU_BFLOAT16.absolute}
+    torch.testing.assert_close(max_logits, exact[1], **limits)
+    torch.testing.assert_close(lse, exact[2], **limits)
     error = (out - exact[0]).norm(dim=-1)
     assert bool((error <= rtol * exact[0].norm(dim=-1)).all()), float(error.max())
 

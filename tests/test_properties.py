@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
@@ -124,6 +124,7 @@ def test_a_query_depends_on_nothing_but_itself(case: Case, seed: int, cut: float
 
 
 @drawn
+@example(codes=[0, 84, 3, 0, 0, 0, 0], q_codes=[0, 0, 70, 247, 0, 0, 118, 0], slots=[2], scale=43.0)
 @given(
     codes=st.lists(st.integers(0, 255), min_size=1, max_size=8),
     q_codes=st.lists(st.integers(0, 255), min_size=1, max_size=8),
@@ -136,8 +137,8 @@ def test_any_bytes_and_any_indices(
     """All 256 e4m3 codes, NaN among them, any int32 as an index, logits up to 1e8."""
 
     def filled(rows: int, values: list[int]) -> torch.Tensor:
-        data = torch.tensor(values, dtype=torch.uint8).repeat(-(-rows * 576 // len(values)))
-        return data[: rows * 576].view(torch.float8_e4m3fn).view(rows, 1, 576)
+        row = torch.tensor(values, dtype=torch.uint8).repeat(-(-576 // len(values)))[:576]
+        return row.repeat(rows, 1, 1).view(torch.float8_e4m3fn)
 
     inputs = Inputs(
         q=filled(2, q_codes),
@@ -149,5 +150,8 @@ def test_any_bytes_and_any_indices(
     )
     results = sparse_mla_prefill(**vars(inputs), return_stats=True)
     assert dispatch.last_backend() == "cpu"
-    # One row repeated: every selected slot has the same logit, whatever its size.
-    compare(make_problem(inputs, results), replace(tolerance, absolute=0.02))
+    # One row repeated: every selected slot has the same logit, whatever its size. Terms that cancel
+    # leave the rounding of float32 sums as large as they were.
+    terms = inputs.q.float().nan_to_num(0).abs() @ inputs.kv[:, 0].float().nan_to_num(0).abs().T
+    rounding = float(terms.max()) * scale * 0.25 * 0.5 * 2.0**-22
+    compare(make_problem(inputs, results), replace(tolerance, absolute=0.02 + rounding))

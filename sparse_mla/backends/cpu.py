@@ -9,8 +9,9 @@ What a query costs at h_q=128, d_qk=576, topk=2048 is two products (128 x 576 x 
   last row, whose logit is -inf and whose value is 0. Five subtract a centre from every logit
   *inside* the product: its float32 sums are rounded to bfloat16 on the way out, with an error that
   is relative to the result, so what comes out must be small where the weight is. The centre is
-  predicted from the queries before, and a head whose maximum comes out too far from it is computed
-  again with the right one. No other way found here gives bfloat16 speed with usable logits.
+  predicted from the queries before, and a head that proves to lie too far from it is computed
+  again with the right one. Few logits far above the others (attention sinks) are computed again
+  one by one in float32. No other way found here gives bfloat16 speed with usable logits.
 - Queries are ordered by their number of valid slots, so that short ones share a batched product.
 
 Probabilities are rounded to bfloat16 and the denominator is the sum of what was rounded. Where the
@@ -26,7 +27,6 @@ from __future__ import annotations
 import math
 import os
 import platform
-from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +34,8 @@ import torch
 
 from ..params import D_V
 from . import cpu_workers
+from .cpu_centre import BELOW, Stats
+from .cpu_slots import query_blocks, shifted, some, valid_slots
 from .cpu_table import EXTRA, FLOAT8, Rows, RowTable, convert, split, take, usable
 
 if TYPE_CHECKING:
@@ -79,14 +81,14 @@ def run(problem: PrefillProblem) -> None:
     with torch.autocast("cpu", enabled=False), cpu_workers.started(count) as run_tasks:
         for start in range(0, problem.s_q, step):
             queries = torch.arange(start, min(start + step, problem.s_q), device="cpu")
-            slots, counts = _valid_slots(problem, queries)
+            slots, counts = valid_slots(problem, queries)
             slots = table.prepare(slots)
             _write_empty(problem, queries[counts == 0])
-            log_counts = counts.to(torch.float32).log()  # integers' log is of the default dtype
+            log_others = (counts - 1).to(torch.float32).log()  # integers' log: the default dtype
             most = max(1, min(BLOCK_ROWS // problem.h_q, len(queries) // (2 * count)))
             blocks = [
-                (_shifted(group, start), slots[group, :width], log_counts[group])
-                for group, width in _blocks(counts, most)
+                (shifted(group, start), slots[group, :width], log_others[group])
+                for group, width in query_blocks(counts, most)
             ]
             # Who computes what is fixed: predictions, hence bits, are the same each time.
             run_tasks([partial(w.attend_all, blocks[i::count]) for i, w in enumerate(workers)])
@@ -117,19 +119,6 @@ def has_fast_bfloat16() -> bool:
         return False
 
 
-class _Stats(NamedTuple):
-    """What is known of each softmax, float32 [n, h_q]; logits are relative to their centre."""
-
-    top: torch.Tensor  # largest logit
-    largest: torch.Tensor  # largest p: 1 / sum_j exp(logit - top)
-    total: torch.Tensor  # sum of the rounded p, without row_scale
-    centre: torch.Tensor
-
-    def lse(self) -> torch.Tensor:
-        """``lse`` in natural units."""
-        return (self.top - self.largest.log()).add_(self.centre)
-
-
 class _Batch(NamedTuple):
     """What a batch of n queries with equally many slots multiplies."""
 
@@ -137,7 +126,7 @@ class _Batch(NamedTuple):
     rows: torch.Tensor  # [n, slots, d_qk + 32], compute dtype
     scale: torch.Tensor  # float32 [n, h_q]: logit = scale * row_scale * dot
     row_scale: torch.Tensor | None  # float32 [n, 1, slots], where each token has its own
-    log_counts: torch.Tensor  # float32 [n], ln of the number of valid slots
+    log_others: torch.Tensor  # float32 [n, 1], ln of the number of valid slots less one
 
 
 class _Attention:
@@ -166,15 +155,15 @@ class _Attention:
     @torch.no_grad()
     def attend_all(self, blocks: list[tuple[Rows, torch.Tensor, torch.Tensor]]) -> None:
         """Write the results of all ``blocks``, the first query by itself to learn the centre."""
-        for queries, slots, log_counts in blocks:
+        for queries, slots, log_others in blocks:
             if not self.predictions:
                 for part in (slice(0, 1), slice(1, len(slots))):
                     if len(slots[part]):
-                        self.attend(_some(queries, part), slots[part], log_counts[part])
+                        self.attend(some(queries, part), slots[part], log_others[part])
             else:
-                self.attend(queries, slots, log_counts)
+                self.attend(queries, slots, log_others)
 
-    def attend(self, queries: Rows, slots: torch.Tensor, log_counts: torch.Tensor) -> None:
+    def attend(self, queries: Rows, slots: torch.Tensor, log_others: torch.Tensor) -> None:
         """Write the results of ``queries``, which read table rows ``slots`` [n, width].
 
         They are converted together and share a predicted centre; a product takes as many of them
@@ -182,8 +171,8 @@ class _Attention:
         """
         (n, width), table = slots.shape, self.table
         q, scale = self._queries(queries, n), self.scale[queries]
-        stats = torch.empty(4, n, self.problem.h_q, dtype=torch.float32, device="cpu")
-        stats[3] = self._set_centre(q, scale, self.predicted.expand(n, -1))
+        stats = torch.empty(5, n, self.problem.h_q, dtype=torch.float32, device="cpu")
+        stats[4] = self._set_centre(q, scale, self.predicted.expand(n, -1))
         together = max(1, BATCH_SLOTS // width)
         for start in range(0, n, together):
             part = slice(start, min(start + together, n))
@@ -194,14 +183,15 @@ class _Attention:
             row_scale = None
             if table.scale is not None:
                 row_scale = table.scale[places].view(-1, 1, width)
-            batch = _Batch(q[part], rows, scale[part], row_scale, log_counts[part])
+            batch = _Batch(q[part], rows, scale[part], row_scale, log_others[part, None])
             p = self._scores(batch, stats[:, part])
-            self._write_out(_some(queries, part), batch, p, _Stats(*stats[:, part]))
-        done = _Stats(*stats)
+            self._write_out(some(queries, part), batch, p, Stats(*stats[:, part]))
+        done = Stats(*stats)
         self.problem.max_logits[queries] = done.top + done.centre
         self.problem.lse[queries] = done.lse()
-        spread = done.largest.log() + log_counts[:, None]
-        self._predict(done.top + done.centre - spread / 6)
+        if self.dtype == torch.bfloat16:
+            target = done.target(done.bulk(log_others[:, None]))
+            self._predict(target + done.centre)
 
     def _queries(self, queries: Rows, n: int) -> torch.Tensor:
         """[n, h_q, d_qk + 32] in the compute dtype, the centre's columns to be set."""
@@ -216,35 +206,34 @@ class _Attention:
         return q
 
     def _scores(self, batch: _Batch, stats: torch.Tensor, attempt: int = 0) -> torch.Tensor:
-        """P of a batch whose maxima lie close to their centres, moved where they did not.
+        """P of a batch whose logits lie close to their centres, moved where they did not.
 
-        ``stats`` [4, n, h_q] holds the fields of ``_Stats``, on entry the centre in q's columns.
-        ``spread`` is how far the maximum lies above the logarithm of the mean weight: 0 for equal
-        logits, at most ln(count). A maximum may lie between -0.4 - 2/3 and 0.4 + 1 times the spread
-        from its centre, within 8 for any topk up to 2048: logits near it are then off by 2**-6 at
-        most. Each attempt divides the distance that is left by 100 or more.
+        ``stats`` [5, n, h_q] holds the fields of ``Stats``, on entry the centre in q's columns.
+        A centre is good if the maximum is not below it by more than ``near``, the bulk not by more
+        than ``BELOW`` (logits that matter are then off by 2**-6 at most), and few logits lie
+        further than ``near`` above it, all computed exactly. Each attempt divides the distance
+        that is left by 100 or more.
         """
         p = self._softmax(batch, stats, attempt)
-        if self.dtype != torch.bfloat16:
+        if self.dtype != torch.bfloat16 or attempt == 4:
             return p
-        top, largest, _, centre = stats
-        spread = largest.log().add_(batch.log_counts[:, None])
-        distance = torch.sub(top, spread, alpha=1 / 6)
-        window = 5 / 6 if self.predictions else 1 / 3
-        far = distance.abs() > spread.mul_(window).add_(0.4)
-        if attempt == 4 or not far.any():
+        found = Stats(*stats)
+        bulk = found.bulk(batch.log_others)
+        far = (found.top < -found.near()) | (bulk < -BELOW) | (found.exact < 0)
+        if not far.any():
             return p
-        far &= distance.isfinite()
-        target = torch.where(far, centre + distance, centre)
+        move = found.target(bulk)
+        far &= move.isfinite()
+        target = found.centre.where(~far, found.centre + move)
         if len(target) > 1:
-            stats[3] = self._set_centre(batch.q, batch.scale, target)
+            stats[4] = self._set_centre(batch.q, batch.scale, target)
             return self._scores(batch, stats, attempt + 1 if far.any() else 4)
         heads = far[0].nonzero().view(-1)
         if len(heads):
-            some = batch._replace(q=batch.q[:, heads], scale=batch.scale[:, heads])
+            again = batch._replace(q=batch.q[:, heads], scale=batch.scale[:, heads])
             part = stats[:, :, heads]
-            part[3] = self._set_centre(some.q, some.scale, target[:, heads])
-            p.index_copy_(1, heads, self._scores(some, part, attempt + 1))
+            part[4] = self._set_centre(again.q, again.scale, target[:, heads])
+            p.index_copy_(1, heads, self._scores(again, part, attempt + 1))
             stats.index_copy_(2, heads, part)
         return p
 
@@ -301,8 +290,14 @@ class _Attention:
         if batch.row_scale is not None:
             p *= batch.row_scale
         torch.amax(p, dim=-1, out=stats[0])
+        stats[3] = 0
+        places = None
+        if self.dtype == torch.bfloat16:
+            places = self._recompute(batch, heads, p, Stats(*stats))
         torch.softmax(p, dim=-1, out=p)
         torch.amax(p, dim=-1, out=stats[1])
+        if places is not None:
+            stats[3].index_put_(places[:2], p[places], accumulate=True)
         if batch.row_scale is not None:
             p *= batch.row_scale
         rounded.copy_(p)
@@ -311,7 +306,37 @@ class _Attention:
             p /= batch.row_scale
         torch.sum(p, dim=-1, out=stats[2])
 
-    def _write_out(self, queries: Rows, batch: _Batch, p: torch.Tensor, stats: _Stats) -> None:
+    def _recompute(
+        self, batch: _Batch, heads: slice, p: torch.Tensor, stats: Stats
+    ) -> tuple[torch.Tensor, ...] | None:
+        """Logits in ``p`` far above their centre, anew in float32; their (query, head, slot).
+
+        A head with too many of them has the wrong centre: they stay as they are.
+        """
+        near = stats.near()
+        if not (stats.top > near).any():
+            return None
+        n, h_q, width = p.shape
+        blocks = p.view(n, h_q, -1, min(width, 64))  # few hold a large logit: look only into those
+        query, head, block = (blocks.amax(dim=-1) > near[..., None]).nonzero(as_tuple=True)
+        logits = blocks[query, head, block]
+        row, column = (logits > near[query, head, None]).nonzero(as_tuple=True)
+        query, head, slot = query[row], head[row], block[row] * blocks.shape[-1] + column
+        numbers = query * h_q + head
+        crowded = torch.bincount(numbers, minlength=n * h_q) > width // 64 + 1
+        if crowded.any():
+            stats.exact[crowded.view(n, h_q)] = -1
+            few = ~crowded[numbers]
+            query, head, slot = query[few], head[few], slot[few]
+        terms = batch.q[query, head + heads.start].float().mul_(batch.rows[query, slot])
+        exact = terms.sum(dim=-1).mul_(batch.scale[query, head + heads.start])
+        if batch.row_scale is not None:
+            exact *= batch.row_scale[query, 0, slot]
+        p[query, head, slot] = exact
+        torch.amax(p, dim=-1, out=stats.top)
+        return query, head, slot
+
+    def _write_out(self, queries: Rows, batch: _Batch, p: torch.Tensor, stats: Stats) -> None:
         """``out``: p @ V over the sum of the rounded p, scaled for the sink."""
         factor = (self.value_scale if batch.row_scale is None else 1.0) / stats.total
         if self.problem.attn_sink is not None:
@@ -335,51 +360,6 @@ class _Attention:
                 self.views.clear()  # they may hold on to the smaller one
             view = self.views[name, shape] = buffer[:size].view(shape)
         return view
-
-
-def _valid_slots(
-    problem: PrefillProblem, queries: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """int64 [n, padded topk], each query's valid indices in front and s_kv behind; their counts."""
-    indices = problem.index_rows[queries]
-    n, topk = indices.shape
-    valid = (indices >= 0) & (indices < problem.s_kv)
-    if problem.topk_length is not None:
-        valid &= torch.arange(topk, device="cpu") < problem.topk_length[queries, None]
-    counts = valid.sum(dim=1)
-    width = _padded(topk)
-    if width == topk and bool(valid.all()):
-        return indices.long(), counts
-    slots = torch.full((n, width), problem.s_kv, dtype=torch.int64, device="cpu")
-    places = valid.cumsum(dim=1).sub_(1).add_(torch.arange(n, device="cpu")[:, None] * width)
-    slots.view(-1)[places[valid]] = indices[valid].long()
-    return slots, counts
-
-
-def _padded(count: int) -> int:
-    """The width that ``count`` slots are computed with: few widths, so that kernels are reused."""
-    return 16 if count <= 16 else 32 if count <= 32 else -(-count // 64) * 64
-
-
-def _blocks(counts: torch.Tensor, most: int) -> Iterator[tuple[Rows, int]]:
-    """Positions of queries that are computed together, and their width; no query without slots."""
-    widths = torch.where(counts > 32, (counts + 63) // 64 * 64, torch.where(counts > 16, 32, 16))
-    widths[counts == 0] = 0
-    for width in sorted(set(widths.tolist())):
-        if width:
-            for group in (widths == width).nonzero().view(-1).split(most):
-                first, last = int(group[0]), int(group[-1])
-                yield slice(first, last + 1) if last - first + 1 == len(group) else group, width
-
-
-def _shifted(rows: Rows, by: int) -> Rows:
-    return slice(rows.start + by, rows.stop + by) if isinstance(rows, slice) else rows + by
-
-
-def _some(rows: Rows, part: slice) -> Rows:
-    if isinstance(rows, slice):
-        return slice(rows.start + part.start, rows.start + part.stop)
-    return rows[part]
 
 
 def _write_empty(problem: PrefillProblem, queries: torch.Tensor) -> None:

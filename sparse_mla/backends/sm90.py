@@ -25,15 +25,16 @@ if TYPE_CHECKING:
 NAME = "sm90"
 
 PREFILL = {
-    d_qk: jit.Variant(
-        name=f"prefill-h64-d{d_qk}",
+    (d_qk, row_scales): jit.Variant(
+        name=f"prefill-h64-d{d_qk}" + "-row-scales" * row_scales,
         source="sm90/prefill.cuh",
         entry="sparse_mla_prefill",
-        defines={"D_QK": d_qk},
+        defines={"D_QK": d_qk, "ROW_SCALES": int(row_scales)},
     )
     for d_qk in D_QK_SUPPORTED
+    for row_scales in (False, True)
 }
-"""Kernels by d_qk."""
+"""Kernels by d_qk and whether q has more than one scale, which costs 5% at d_qk 576."""
 
 CAPABILITY = (9, 0)
 HEADS = 64
@@ -44,8 +45,9 @@ SHARED_BYTES = 232448
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-# struct PrefillParams of prefill.cuh: ten pointers, four strides, four sizes, sm_scale, padding.
-PARAMS = struct.Struct("<10Q4q4if4x")
+# struct PrefillParams of prefill.cuh: ten pointers, four strides, four sizes, sm_scale, two strides
+# of q_scale, padding.
+PARAMS = struct.Struct("<10Q4q4if2i4x")
 
 _thread = threading.local()
 
@@ -83,9 +85,8 @@ def refusal(problem: PrefillProblem) -> str | None:
         return reason
     if q_scale is None or kv_scale is None:
         return f"q is {q.dtype} and kv {kv.dtype}: the kernels multiply FP8 with scales"
-    if q_scale.numel() != 1 or kv_scale.numel() != 1:
-        name, scale = ("q", q_scale) if q_scale.numel() != 1 else ("kv", kv_scale)
-        return f"{name}_scale has shape {tuple(scale.shape)}: the kernels take one scale a tensor"
+    if kv_scale.numel() != 1:
+        return f"kv_scale has shape {tuple(kv_scale.shape)}: the kernels take one for all of kv"
     if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | _kv_stride(problem)) & 15:
         return (
             "rows of q and kv must start at multiples of 16 bytes, got addresses "
@@ -101,7 +102,8 @@ def refusal(problem: PrefillProblem) -> str | None:
 def run(problem: PrefillProblem) -> None:
     """Launch the kernel that fills the problem's outputs, on the current stream."""
     device = problem.q.get_device()
-    kernel = jit.load(PREFILL[problem.d_qk], device)
+    assert problem.q_scale is not None  # by `refusal`
+    kernel = jit.load(PREFILL[problem.d_qk, problem.q_scale.numel() != 1], device)
     grid = min(problem.s_q * _groups(problem), kernel.multiprocessors)
     if grid:
         _launch(kernel, grid, problem, device)
@@ -139,9 +141,17 @@ def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> 
         problem.h_q,
         problem.topk,
         min(problem.sm_scale, FLOAT32_MAX),
+        *_q_scale_strides(problem.q_scale),
     )
     stream = torch._C._cuda_getCurrentRawStream(device)
     kernel.launch((grid, 1, 1), (THREADS, 1, 1), SHARED_BYTES, stream, address)
+
+
+def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:
+    """Elements from a token's scale to the next, and from a head's: 0 where they share one."""
+    if q_scale.numel() == 1:
+        return 0, 0
+    return q_scale.stride(0), 0 if q_scale.ndim == 1 else 1
 
 
 def _groups(problem: PrefillProblem) -> int:

@@ -27,6 +27,9 @@ __all__ = [
     "error",
 ]
 
+for _shown in (SparseMLAError, ContractError, BackendError, FileError, SlowBackendWarning):
+    _shown.__module__ = __name__  # the name to import it by is the one that tracebacks show
+
 
 def error(id: str, **context: Any) -> SparseMLAError:
     """The exception of record ``id``, its texts filled from ``context``; the caller raises it."""

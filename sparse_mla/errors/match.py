@@ -42,6 +42,7 @@ _PATTERNS = {
     **dict.fromkeys(("query", "slot", "index", "length", "row", "bytes", "limit"), _TOKEN),
     "path": r"'[^'\n]{1,300}'|\"[^\"\n]{1,300}\"|[^\s'\"]{1,300}",
 }
+_PATH_WITH_SPACES = r"(?:\.{0,2}/|~)[^'\"\n]{1,300}?|[^\s'\"][^'\"\n]{0,300}?\.safetensors"
 _ANYTHING = r"[^\n]{1,400}?"
 
 _FOREIGN_SCORE = 22
@@ -195,6 +196,8 @@ def _compiled(template: str) -> _Template:
         if field is None:
             continue
         pattern = _PATTERNS.get(field, _ANYTHING)
+        if field == "path" and literal:  # it begins where the words before it end
+            pattern += f"|{_PATH_WITH_SPACES}"
         last = number == len(pieces) - 1
         if last and pattern.endswith("}?"):
             pattern = pattern[:-1] + r"(?=\s|$)"

@@ -144,6 +144,8 @@ def gather_fp8(
     is ``amax / 448`` over the rows, rope columns included, unless ``kv_scale`` is given; rounding
     and non-finite values as in ``pack``.
 
+    Row ``n`` of the result is the token in slot ``slots[n]``: the operators' ``indices`` count
+    these rows, not slots of the cache. A slot outside the cache, -1 included, gives a row of zeros.
     This rounds a second time: tiles that had a scale each now share one.
     """
     if not layout.tile:

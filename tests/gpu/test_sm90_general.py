@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hopper import (
     DEVICE,
     LIMITS,
     NAN_BYTE,
+    ON_GPU,
     assert_equal_bits,
     assert_same_bits,
     drawn,
@@ -109,6 +111,50 @@ def test_a_float_q_is_quantised_with_the_scale_given(dtype: torch.dtype) -> None
     assert_same_bits(general(inputs, q=q), general(inputs, q=stored))
 
 
+@pytest.mark.parametrize("h_q", [20, 128])
+@pytest.mark.parametrize("shape", ["a token", "a token and head"])
+def test_q_scales_of_their_own(shape: str, h_q: int) -> None:
+    """Each row gives what it gives where all rows have its scale."""
+    inputs = drawn(5, 300, h_q=h_q, topk=100)
+    count = 5 if shape == "a token" else 5 * h_q
+    scales = torch.linspace(0.1, 1.5, count, device=DEVICE).view(5, -1)
+    got = general(inputs, q_scale=scales[:, 0].contiguous() if shape == "a token" else scales)
+    compare(got, LIMITS)
+    if not ON_GPU:
+        return
+    for t, head in ((0, 0), (2, h_q - 1), (4, 7)):
+        alone = general(
+            inputs, q_scale=scales[t, head if shape != "a token" else 0].view(1).clone()
+        )
+        for a, b, name in zip(results(got), results(alone), ("out", "max", "lse"), strict=True):
+            assert_equal_bits(a[t, head : head + 1], b[t, head : head + 1], name)
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
+def test_a_bad_q_scale_spoils_its_own_row(bad: float) -> None:
+    inputs = drawn(3, 300, h_q=64, topk=128)
+    scales = torch.full((3, 64), 0.7, device=DEVICE)
+    want = general(inputs, q_scale=scales)
+    spoilt = scales.clone()
+    spoilt[1, 9] = bad
+    got = general(inputs, q_scale=spoilt)
+    for a, b, name in zip(results(got), results(want), ("out", "max", "lse"), strict=True):
+        assert a[1, 9].isnan().all()
+        a[1, 9] = b[1, 9]
+        assert_equal_bits(a, b, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_float_q_without_a_scale(dtype: torch.dtype) -> None:
+    """The simplest call: q is quantised a token and head, and the kernel takes that."""
+    inputs = drawn(4, 300, h_q=20, topk=100)
+    q = torch.randn(4, 20, 576, device=DEVICE).to(dtype)
+    stored, scales = quantize_fp8(q, per="token-head")
+    got = general(inputs, q=q, q_scale=None)
+    assert_same_bits(got, general(inputs, q=stored, q_scale=scales))
+
+
 def test_numbers_for_scales() -> None:
     inputs = drawn(4, 300, h_q=20, topk=100)
     with_numbers = sparse_mla_prefill(
@@ -132,7 +178,6 @@ def test_sm_scale_left_out() -> None:
     [
         ("q off its alignment", "rows of q and kv must start at multiples of 16 bytes"),
         ("kv of odd stride", "rows of q and kv must start at multiples of 16 bytes"),
-        ("q_scale a token", "q_scale has shape (3,)"),
         ("kv_scale a token", "kv_scale has shape (200,)"),
     ],
 )
@@ -143,8 +188,6 @@ def test_what_the_kernel_refuses_is_answered_all_the_same(change: str, reason: s
         inputs = replace(inputs, q=guarded_like(inputs.q, offset=1).tensor)
     elif change == "kv of odd stride":
         inputs = replace(inputs, kv=gapped(inputs.kv, 0, 8))
-    elif change == "q_scale a token":
-        inputs = replace(inputs, q_scale=torch.linspace(0.2, 0.4, 3, device=DEVICE))
     else:
         inputs = replace(inputs, kv_scale=torch.linspace(0.2, 0.4, 200, device=DEVICE))
     dispatch._warned.clear()

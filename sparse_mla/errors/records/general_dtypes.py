@@ -52,8 +52,9 @@ RECORDS = (
             " types have no agreed meaning here."
         ),
         fix=(
-            "for packed or uint8 caches unpack the rows first; for other FP8 types convert by"
-            " value."
+            "make rows of a packed cache (656 or 584 bytes a token) with"
+            " sparse_mla.kv_cache.gather_fp8, view other uint8 as float8_e4m3fn; convert other FP8"
+            " types by value."
         ),
         yours="Your kv is {dtype}.",
         meaning=(
@@ -71,7 +72,10 @@ RECORDS = (
                 "View bytes that are e4m3fn values, one per column.",
                 "kv = kv.view(torch.float8_e4m3fn)",
             ),
-            Solution("Unpack 656-byte or 584-byte rows with sparse_mla.kv_cache."),
+            Solution(
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
+            ),
             Solution(
                 "Convert other FP8 types through float and quantise again.",
                 "kv, kv_scale = quantize_fp8(kv.float() * old_scale)",

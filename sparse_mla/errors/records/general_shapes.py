@@ -16,8 +16,9 @@ RECORDS = (
             " without a head dimension of 1."
         ),
         fix=(
-            "flatten pages with kv.view(-1, d_qk); a model with several KV heads (GQA) needs a GQA"
-            " kernel."
+            "flatten pages with kv.view(-1, d_qk), or make rows of packed pages (656 or 584 bytes a"
+            " token) with sparse_mla.kv_cache.gather_fp8; a model with several KV heads (GQA) needs"
+            " a GQA kernel."
         ),
         yours="Your kv has shape {shape}.",
         meaning=(
@@ -38,6 +39,10 @@ RECORDS = (
             Solution(
                 "See the pages as one list of rows, and pass physical slots in indices.",
                 "kv = pages.view(-1, pages.shape[-1])",
+            ),
+            Solution(
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
             ),
             Solution(
                 "With a batch, flatten it and add batch * s_kv to the indices of each sequence."
@@ -147,8 +152,8 @@ RECORDS = (
             "A row is 512 latent columns, with 64 rotary ones after them (576) or without (512)."
         ),
         fix=(
-            "pass the absorbed query and the latent cache; unpack byte layouts (656 or 584 per"
-            " token) first."
+            "pass the absorbed query and the latent cache; make rows of a packed cache (656 or"
+            " 584 bytes a token) with sparse_mla.kv_cache.gather_fp8."
         ),
         yours="Your rows have {d_qk} columns.",
         meaning=(
@@ -169,7 +174,10 @@ RECORDS = (
                 "Absorb the key up-projection into the query and append the rotary part.",
                 "q = torch.cat([torch.einsum('shd,hdc->shc', q_nope, w_uk), q_pe], dim=-1)",
             ),
-            Solution("Unpack a packed cache with sparse_mla.kv_cache."),
+            Solution(
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
+            ),
             Solution(
                 "In tests keep the real geometry and shrink s_q, h_q, s_kv and topk instead; all of"
                 " them may be 1."
@@ -223,6 +231,6 @@ RECORDS = (
         related=("h-q-not-multiple-of-64", "q-ndim"),
         operators=(GENERAL,),
         since="0.1.0",
-        symptoms=("empty slice", "tensor parallel", "zero heads", "too many ranks"),
+        symptoms=("empty slice", "zero heads", "too many ranks"),
     ),
 )

@@ -15,7 +15,11 @@ RECORDS = (
             "The logit is a dot product of a query row with a KV row, so both must have the same"
             " columns: 512 latent, then 64 rotary where the model has them."
         ),
-        fix="build q and kv with the same parts, both with the rotary columns or both without.",
+        fix=(
+            "build q and kv with the same parts, both with the rotary columns or both without; make"
+            " rows of a packed cache (656 or 584 bytes a token) with"
+            " sparse_mla.kv_cache.gather_fp8."
+        ),
         yours="Your q has {d_qk} columns and your kv has {kv_d_qk}.",
         meaning=(
             "576 columns are 512 latent and 64 rotary ones; 512 columns are a model or a cache"
@@ -45,8 +49,8 @@ RECORDS = (
                 "q = torch.cat([q_nope @ w_uk, q_pe], dim=-1)  # (s_q, h_q, 512 + 64)",
             ),
             Solution(
-                "Unpack a 656-byte or 584-byte cache before the call; sparse_mla.kv_cache knows"
-                " these layouts."
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
             ),
             Solution(
                 "If the model has no rotary part in the cache, drop it from q too.",
@@ -91,7 +95,8 @@ RECORDS = (
         meaning=(
             "One tile of the tensor-core product holds 64 heads of one query token. The strict"
             " operator keeps the contract of SGLang's operator, which asks for padded heads. The"
-            " general operator has no such limit and does not compute the padding."
+            " general operator has no such limit: it needs no padded copy. On Hopper it still"
+            " takes the time of 64 heads."
         ),
         trigger="`q.shape[1] == 0 or q.shape[1] % 64 != 0`",
         situations=(
@@ -108,7 +113,7 @@ RECORDS = (
         ),
         solutions=(
             Solution(
-                "Use the general operator: no padding, no wasted work.",
+                "Use the general operator, which needs no padded copy.",
                 "out = sparse_mla_prefill(q, kv, indices, sm_scale=sm_scale, q_scale=q_scale,"
                 " kv_scale=kv_scale)",
             ),
@@ -241,8 +246,8 @@ RECORDS = (
             "A row is 512 latent columns, with 64 rotary ones after them (576) or without (512)."
         ),
         fix=(
-            "pass the absorbed query and the latent cache; unpack byte layouts (656 or 584 per"
-            " token) first."
+            "pass the absorbed query and the latent cache; make rows of a packed cache (656 or"
+            " 584 bytes a token) with sparse_mla.kv_cache.gather_fp8."
         ),
         yours="Your rows have {d_qk} columns.",
         meaning=(
@@ -264,7 +269,10 @@ RECORDS = (
                 "Absorb the key up-projection into the query and append the rotary part.",
                 "q = torch.cat([torch.einsum('shd,hdc->shc', q_nope, w_uk), q_pe], dim=-1)",
             ),
-            Solution("Unpack a packed cache with sparse_mla.kv_cache."),
+            Solution(
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
+            ),
             Solution(
                 "For another latent rank there is no kernel; zero columns up to 512 keep the dot"
                 " product right if the rank is smaller."

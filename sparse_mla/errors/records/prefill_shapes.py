@@ -16,8 +16,8 @@ RECORDS = (
             " strides."
         ),
         fix=(
-            "pass {name} as a tensor on q's device, for example torch.as_tensor({name},"
-            " device=q.device)."
+            "convert it where it is made, once: torch.as_tensor({name}, device=...), on the one"
+            " device that all tensors of the call are on."
         ),
         yours="Your call passed {name} as {type}.",
         meaning=(

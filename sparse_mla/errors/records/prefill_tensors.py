@@ -73,8 +73,9 @@ RECORDS = (
             " same bytes, so they are refused rather than reinterpreted."
         ),
         fix=(
-            "quantise {name} with sparse_mla.quantize_fp8, or call sparse_mla_prefill, which takes"
-            " bfloat16 queries."
+            "quantise a float {name} with sparse_mla.quantize_fp8, or leave q to"
+            " sparse_mla_prefill; make rows of a packed cache (656 or 584 bytes a token) with"
+            " sparse_mla.kv_cache.gather_fp8."
         ),
         yours="Your {name} is {dtype}.",
         meaning=(
@@ -104,6 +105,10 @@ RECORDS = (
             Solution(
                 "Or let the general operator quantise the query on the device.",
                 "out = sparse_mla_prefill(q_bf16, kv, indices, kv_scale=kv_scale)",
+            ),
+            Solution(
+                "Make FP8 rows of a packed cache; indices then counts the gathered rows.",
+                "kv, kv_scale = kv_cache.gather_fp8(cache, slots, kv_cache.V32)  # or kv_cache.V4",
             ),
             Solution(
                 "Reinterpret uint8 only when you know the bytes are e4m3fn values, one per column.",

@@ -1,4 +1,5 @@
-// FP8 sparse MLA prefill on Hopper, 64 heads a CTA. Compile with -D D_QK=512 or 576; `backends/sm90.py` launches it.
+// FP8 sparse MLA prefill on Hopper, 64 heads a CTA. Compile with -D D_QK=512 or 576 and
+// -D ROW_SCALES=0 or 1; `backends/sm90.py` launches it.
 //
 //   for a query token t and 64 of its heads:
 //     S[h, j]  = sum_d Q[h, d] K[j, d]                 K[j] = kv[indices[t, j]], zeros where the slot is invalid
@@ -15,11 +16,10 @@
 //
 //   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
 //   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], and factors for O, whose reference may have moved
-//   values 0,1                         |  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
-//               <- tensor cores: QK ->    <- tensor cores: PV ->
+//   values 0,1  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
 //
-// The scores warpgroup hands over P[b] only after S[b+1] is done: so QK and PV take turns on the tensor cores, and PV
-// runs under the softmax. Nothing goes back from the values to the scores but free buffers.
+// The three work on different blocks at a time, and nothing goes back from the values to the scores but free buffers: so
+// the scores are in the next query token while the values still write the last one out.
 #pragma once
 
 #include "common/wgmma.cuh"
@@ -28,7 +28,7 @@ struct PrefillParams {
   const u8* q;               // e4m3 [s_q, h_q, D_QK], strides below
   const u8* kv;              // e4m3 [s_kv, D_QK], 16-byte aligned rows
   const int* indices;        // [s_q, topk]
-  const float* q_scale;      // one element
+  const float* q_scale;      // one element, [s_q] or [s_q, h_q], strides below
   const float* kv_scale;     // one element
   const float* attn_sink;    // [h_q] or null
   const int* topk_length;    // [s_q] or null
@@ -41,8 +41,11 @@ struct PrefillParams {
   i64 indices_stride;        // elements
   int s_q, s_kv, h_q, topk;
   float sm_scale;
+  int q_scale_stride_token;  // elements; 0 where all tokens share a scale
+  int q_scale_stride_head;   // elements; 0 where all heads do
 };
 
+constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
 constexpr int kHeads = 64;        // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
 constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
 constexpr int kStages = 5;        // blocks of K in shared memory
@@ -64,6 +67,7 @@ constexpr u32 kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 
 // 256, which e4m3 holds exactly. Probabilities down to 2^-14 of it are normal numbers, down to 2^-17 subnormal ones.
 constexpr float kHeadroom = 8.f;
 constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so that -inf - kLowest is -inf
+constexpr float kBad = 1e-44f;  // in the place of c where a scale is not finite and positive: the row becomes NaN
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -264,7 +268,27 @@ struct Scores {
   Ring<2> p_slot;
   u32 q[kQSteps][4];
   float s[32];
-  float reference[2], sum[2];
+  float reference[2], sum[2];  // of this lane's two heads, as is all that follows
+  float c_row[2];  // c of this lane's two heads, in the variant with row scales
+  float c_all;     // c of all heads, in the other
+
+  DEVICE float c(u32 r) const { return kRowScales ? c_row[r] : c_all; }
+
+  // A scale that is not finite and positive shows in the weights in the end, not in the exponents.
+  DEVICE float to_c(float q_scale, float kv_scale) const {
+    const bool good = q_scale > 0.f && q_scale < kInfinity && kv_scale > 0.f && kv_scale < kInfinity;
+    return good ? params.sm_scale * q_scale * kv_scale * kLog2e : kBad;
+  }
+
+  // Into the registers of c, to become c after the first QK: by then they are there, and no register more is taken.
+  DEVICE void load_row_scales(int token, int group) {
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) {
+      const u32 head = min(group * kHeads + warp * 16 + (lane >> 2) + 8 * r, params.h_q - 1);
+      c_row[r] = __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
+                       head * params.q_scale_stride_head);
+    }
+  }
 
   DEVICE void load_q(u32 parity) {
     mbarrier_wait(memory.q_full(), parity);
@@ -308,7 +332,7 @@ struct Scores {
   }
 
   // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
-  DEVICE void move_references(float c, float (&factor)[2]) {
+  DEVICE void move_references(float (&factor)[2]) {
     float top[2][4];
 #pragma unroll
     for (u32 j = 0; j < 4; j++) {
@@ -329,7 +353,7 @@ struct Scores {
     }
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
-      const float moved = fmaxf(reference[r], fmaf(row_top[r], c, -kHeadroom));
+      const float moved = fmaxf(reference[r], fmaf(row_top[r], c(r), -kHeadroom));
       factor[r] = exp2_approx(reference[r] - moved);
       reference[r] = moved;
       sum[r] *= factor[r];
@@ -337,7 +361,7 @@ struct Scores {
   }
 
   // P = 2^(c S - ref), to e4m3 and to shared memory: two 8-column groups of S make one 16-slot row of P.
-  DEVICE void write_p(float c) {
+  DEVICE void write_p() {
     const u32 row = 2 * warp + (lane >> 3 & 1);
     const u32 base = memory.p(p_slot.slot) + (lane >> 4) * 1024 + row * 128 + (lane & 7) * 16;
 #pragma unroll
@@ -347,7 +371,7 @@ struct Scores {
       for (u32 pair = 0; pair < 2; pair++) {
         float* x = s + 16 * half + 8 * pair;
 #pragma unroll
-        for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c, -reference[e / 2 & 1]));
+        for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c(e / 2 & 1), -reference[e / 2 & 1]));
         sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
         sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
         packed[2 * pair] = pack_e4m3(x[0], x[1], x[4], x[5]);
@@ -357,18 +381,14 @@ struct Scores {
     }
   }
 
-  // Hands the last P, its factors and weights to the values. Its stores were fenced under QK.
-  DEVICE void publish(bool pending) {
-    if (pending) mbarrier_arrive(memory.p_full(p_slot.slot ^ 1));
-  }
-
   // Row sums to 1 / sum for the values, and this item's max_logits and lse. The sum is 0 only where no slot is valid: the
   // largest logit alone has given it 256.
-  DEVICE void finish(int token, int group, float v_scale, u32 ring) {
+  DEVICE void finish(int token, int group, float kv_scale, u32 ring) {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       const float total = quad_sum(sum[r]);
       const bool empty = total == 0.f;
+      const float v_scale = c(r) == kBad ? kNan : kv_scale;
       const u32 row = warp * 16 + (lane >> 2) + 8 * r, head = group * kHeads + row;
       if ((lane & 3) == 0 && head < static_cast<u32>(params.h_q)) {
         float denominator = total;
@@ -386,15 +406,14 @@ struct Scores {
   }
 
   DEVICE void run(int items, int groups) {
-    const float q_scale = __ldg(params.q_scale), kv_scale = __ldg(params.kv_scale);
-    const bool good = q_scale > 0.f && q_scale < kInfinity && kv_scale > 0.f && kv_scale < kInfinity;
-    const float c = (good ? params.sm_scale * q_scale * kv_scale : 1.f) * kLog2e;
-    const float v_scale = good ? kv_scale : kNan;
+    const float kv_scale = __ldg(params.kv_scale);
+    if constexpr (!kRowScales) c_all = to_c(__ldg(params.q_scale), kv_scale);
     u32 turn = 0;  // items done
-    bool pending = false, ready = false;
+    bool ready = false;
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int blocks = blocks_of(length_of(params, item / groups));
       load_q(turn & 1);
+      if constexpr (kRowScales) load_row_scales(item / groups, item % groups);
 #pragma unroll
       for (u32 r = 0; r < 2; r++) {
         reference[r] = kLowest;
@@ -402,32 +421,32 @@ struct Scores {
       }
       for (int block = 0; block < blocks; block++) {
         start_multiply(ready);
-        // In the shadow of QK: the fence between the last P's stores and wgmma, and the wait for the buffer of the next
-        // P. It may be overwritten only after both value warpgroups have added P[b] V[b].
-        fence_async_shared();
+        // Under QK: P's buffer may be overwritten only after both value warpgroups have added the P[b-2] V[b-2] of it.
         mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
         const u64 valid = load_shared_u64(memory.valid(stage.slot));
         wgmma_wait<0>();
-        publish(pending);
-        pending = true;
+        if (kRowScales && block == 0) {
+#pragma unroll
+          for (u32 r = 0; r < 2; r++) c_row[r] = to_c(c_row[r], kv_scale);
+        }
         mask(valid);
         float factor[2];
-        move_references(c, factor);
+        move_references(factor);
         stage.next();
         // Asked for here, its answer comes under the exponentials.
         ready = mbarrier_test(memory.k_full(stage.slot), stage.parity);
-        write_p(c);
+        write_p();
         if ((lane & 3) == 0) {
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2)), factor[0]);
           store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
         }
-        if (block + 1 == blocks) finish(item / groups, item % groups, v_scale, turn & 3);
+        if (block + 1 == blocks) finish(item / groups, item % groups, kv_scale, turn & 3);
+        fence_async_shared();  // P was stored by stmatrix and is read by wgmma
+        mbarrier_arrive(memory.p_full(p_slot.slot));
         p_slot.next();
       }
       turn++;
     }
-    fence_async_shared();
-    publish(pending);
   }
 };
 
