@@ -67,9 +67,7 @@ def test_a_float32_out_through_the_op_is_the_same() -> None:
     q, kv, indices = inputs(2)
     out, compiled = torch.empty(2, 2, 512), torch.empty(2, 2, 512)
     sparse_mla_prefill(q, kv, indices, out=out)
-    torch.compile(sparse_mla_prefill, fullgraph=True, backend="eager")(
-        q, kv, indices, out=compiled
-    )
+    torch.compile(sparse_mla_prefill, fullgraph=True, backend="eager")(q, kv, indices, out=compiled)
     assert torch.equal(compiled, out)
 
 
