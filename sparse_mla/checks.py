@@ -251,8 +251,9 @@ def prefill_violations(
     if out is not None or max_logits is not None or lse is not None:
         inputs = (q, kv, indices, q_scale, kv_scale, attn_sink, topk_length)
         yield from find.outputs(
-            (out, max_logits, lse), device, s_q, h_q, inputs if compare_memory else None
-        )
+            (out, max_logits, lse), device, s_q, h_q, inputs if compare_memory else None,
+            float32_out=kv.dtype in UNQUANTISED,
+        )  # fmt: skip
     if sm_scale is not None and (type(sm_scale) is not float or not 0.0 < sm_scale < _INF):
         yield from find.sm_scale(sm_scale)
     if torch.is_grad_enabled():

@@ -3,6 +3,7 @@
     SPARSE_MLA_BACKEND   the backend of every call that does not name one itself
     SPARSE_MLA_DEBUG     1: look into the data as well (indices, lengths, scales, NaN); waits
     SPARSE_MLA_DUMP      a directory: the inputs of a call go there before it runs (``callfile``)
+    SPARSE_MLA_CAPTURE   a directory: a sample of the calls goes there (``callfile.capture``)
 
 They are read at each call, so that setting one takes effect at once. ``os.environ.get`` of a
 variable that is not set costs 0.7 us, as it raises and catches twice; looking into its dictionary
@@ -31,17 +32,23 @@ def _encoded(name: str) -> Any:
     return name if encode is None else encode(name)
 
 
-_WATCHED = ("SPARSE_MLA_DUMP", "SPARSE_MLA_DEBUG")
-_DUMP, _DEBUG = (_encoded(name) for name in _WATCHED)
+_WATCHED = ("SPARSE_MLA_DUMP", "SPARSE_MLA_DEBUG", "SPARSE_MLA_CAPTURE")
+_DUMP, _DEBUG, _CAPTURE = (_encoded(name) for name in _WATCHED)
 _BACKEND = _encoded("SPARSE_MLA_BACKEND")
 
 
+captures_open = 0
+"""``callfile.capture`` contexts that are open, in any thread; they count them here."""
+
+
 def any_diagnostics() -> bool:
-    """Whether ``SPARSE_MLA_DUMP`` or ``SPARSE_MLA_DEBUG`` is set, whatever its value."""
+    """Whether a variable that looks at calls is set, whatever its value, or a capture is open."""
+    if captures_open:
+        return True
     data = getattr(os.environ, "_data", None)
     if data is None:
         return any(name in os.environ for name in _WATCHED)
-    return _DUMP in data or _DEBUG in data
+    return _DUMP in data or _DEBUG in data or _CAPTURE in data
 
 
 def forced_backend() -> str:

@@ -183,7 +183,8 @@ def sparse_mla_prefill(
         topk_length: int32 [s_q]: slots of a query from its length on do not count.
         return_stats: return ``(out, max_logits, lse)``.
         backend: ``"auto"``, or the name of the one that must run it.
-        out: bfloat16 [s_q, h_q, 512] to write into, contiguous; allocated where left out.
+        out: bfloat16 [s_q, h_q, 512] to write into, contiguous; allocated where left out. Beside an
+            unquantised kv also float32, which keeps what bfloat16 rounds away.
         max_logits: float32 [s_q, h_q], likewise.
         lse: float32 [s_q, h_q], likewise.
 

@@ -1,6 +1,6 @@
 """The operators as ``torch.library`` custom ops, and the one path that every call takes.
 
-A call: dump its inputs (only with ``SPARSE_MLA_DUMP``), check it, check its data (only with
+A call: record it (only with ``SPARSE_MLA_DUMP`` or a capture), check it, check its data (only with
 ``SPARSE_MLA_DEBUG=1``), run it on the backend that ``dispatch`` chooses.
 
 Each attention operator is two ops: a functional one, and ``_out`` which writes into given buffers.
@@ -110,13 +110,14 @@ def _with_debug(problem: PrefillProblem) -> PrefillProblem:
 
 @contextmanager
 def _dumped(operator: str, arguments: dict[str, Any]) -> Iterator[None]:
-    """Within ``callfile.dump_call`` where ``SPARSE_MLA_DUMP`` asks for it."""
-    if not environment.read("SPARSE_MLA_DUMP"):
+    """Within ``callfile.dump_call`` and ``callfile.capture_call`` where they are asked for."""
+    capturing = environment.captures_open or environment.read("SPARSE_MLA_CAPTURE")
+    if not capturing and not environment.read("SPARSE_MLA_DUMP"):
         yield
         return
-    from .callfile import dump_call
+    from .callfile import capture_call, dump_call
 
-    with dump_call(operator, arguments):
+    with dump_call(operator, arguments), capture_call(operator, arguments):
         yield
 
 

@@ -36,7 +36,7 @@ class PrefillProblem:
     kv_scale: torch.Tensor | None  # float32, one element or [s_kv], dense
     attn_sink: torch.Tensor | None  # float32 [h_q], dense, natural-log logits
     topk_length: torch.Tensor | None  # int32 [s_q], dense
-    out: torch.Tensor  # bfloat16 [s_q, h_q, 512], dense, every element written by the backend
+    out: torch.Tensor  # [s_q, h_q, 512], dense, all written; bfloat16, unquantised also float32
     max_logits: torch.Tensor  # float32 [s_q, h_q], dense, natural units
     lse: torch.Tensor  # float32 [s_q, h_q], dense, natural log
     s_q: int

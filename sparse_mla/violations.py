@@ -187,15 +187,19 @@ def outputs(
     s_q: int | None,
     h_q: int | None,
     inputs: tuple[Any, ...] | None,
+    *,
+    float32_out: bool = False,
 ) -> Violations:
     """The outputs that the caller gave: place, shape, dtype, and memory shared with nothing.
 
-    ``inputs`` in the order of the strict operator; ``None`` leaves the memory out.
+    ``inputs`` in the order of the strict operator; ``None`` leaves the memory out. ``float32_out``
+    allows ``out`` in float32 as well.
     """
     out, max_logits, lse = given
     stats = (s_q, h_q)
+    wide = float32_out and isinstance(out, _Tensor) and out.dtype is torch.float32
     for name, tensor, shape, dtype in (
-        ("out", out, (s_q, h_q, D_V), torch.bfloat16),
+        ("out", out, (s_q, h_q, D_V), torch.float32 if wide else torch.bfloat16),
         ("max_logits", max_logits, stats, torch.float32),
         ("lse", lse, stats, torch.float32),
     ):

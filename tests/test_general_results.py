@@ -50,6 +50,27 @@ def test_stats_only_where_asked_for() -> None:
     assert [x.dtype for x in with_stats] == [torch.bfloat16, torch.float32, torch.float32]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_a_float32_out_keeps_what_bfloat16_rounds_away(backend: str, s_q: int) -> None:
+    q, kv, indices = inputs(s_q)
+    out = torch.full((s_q, 2, 512), math.nan)
+    rounded = sparse_mla_prefill(q, kv, indices, backend=backend)
+    assert sparse_mla_prefill(q, kv, indices, backend=backend, out=out) is out
+    assert torch.equal(out.bfloat16(), rounded)
+    rows = kv[[0, 2, 1]].double()
+    p = torch.softmax((q.double() @ rows.T) * 512**-0.5, dim=-1)
+    torch.testing.assert_close(out.double(), p @ rows, rtol=1e-5, atol=1e-6)
+
+
+def test_a_float32_out_through_the_op_is_the_same() -> None:
+    q, kv, indices = inputs(2)
+    out, compiled = torch.empty(2, 2, 512), torch.empty(2, 2, 512)
+    sparse_mla_prefill(q, kv, indices, out=out)
+    torch.compile(sparse_mla_prefill, fullgraph=True, backend="eager")(q, kv, indices, out=compiled)
+    assert torch.equal(compiled, out)
+
+
 def test_given_outputs_are_written_and_returned() -> None:
     q, kv, indices = inputs()
     given = (

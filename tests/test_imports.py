@@ -48,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "merge",
     },
     "interface": {"ops", "checks", "dispatch", "params", "quantize", "merge", "errors"},
+    "integrations": {"", "callfile"},  # the public package, as anyone would
     "": {"interface", "ops", "quantize", "merge", "kv_cache", "errors", "version"},
 }
 ANYTHING = {"testing", "cli"}
@@ -69,7 +70,8 @@ ONLY_IN = {
     "jinja2": {"errors"},
     "starlette": {"errors"},
     "uvicorn": {"cli"},
-    "transformers": set[str](),
+    "transformers": {"integrations"},
+    "sglang": {"integrations"},
 }
 
 # An import whose name is put together from parts that the source does not show.
@@ -243,6 +245,10 @@ def test_every_room_has_a_row():
         ("params.py", "if TYPE_CHECKING:\n    from .checks import Call"),
         ("ops.py", "from . import backends"),
         ("newcomer.py", "from .params import D_V"),
+        ("integrations/sglang.py", "from ..checks import check_q8kv8"),
+        ("integrations/sglang.py", "def f():\n    from ..interface import sparse_mla_prefill"),
+        ("interface.py", "def f():\n    from .integrations import transformers"),
+        ("callfile/dump.py", "from ..integrations import capture"),
     ],
 )
 def test_the_rule_sees_a_forbidden_import(file: str, source: str):
@@ -257,6 +263,8 @@ def test_the_rule_sees_a_forbidden_import(file: str, source: str):
         ("cli/demo.py", "from ..testing import cases\nimport rich.table\nfrom .. import dispatch"),
         ("testing/cases.py", "from sparse_mla import sparse_mla_prefill"),
         ("errors/records/data.py", "from ..record import ErrorRecord\nfrom . import dispatch"),
+        ("integrations/sglang.py", "from .. import sparse_mla_prefill\nfrom .. import callfile"),
+        ("integrations/transformers.py", "import transformers\nfrom ..callfile import Call"),
     ],
 )
 def test_the_rule_leaves_an_allowed_import_alone(file: str, source: str):

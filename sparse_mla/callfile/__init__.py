@@ -30,6 +30,7 @@ from .call import (
     save_call,
     save_results,
 )
+from .captures import Capture, capture, capture_call
 from .container import shown
 from .dump import dump_call, recorded_call
 
@@ -42,6 +43,9 @@ __all__ = [
     "STRICT",
     "Buffer",
     "Call",
+    "Capture",
+    "capture",
+    "capture_call",
     "dump_call",
     "load_call",
     "recorded_call",

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -52,26 +52,38 @@ def dump_call(operator: str, arguments: Mapping[str, Any]) -> Iterator[None]:
 
 def _dumped(folder: str, operator: str, arguments: Mapping[str, Any]) -> str | None:
     """Write the inputs of a call into ``folder``; ``None`` when that is not possible."""
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    if not has_data(folder, arguments):
+        return None
+    return written(folder, operator, lambda: recorded_call(operator, arguments))
+
+
+def has_data(folder: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether the tensors of a call can be read now."""
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
     plain = (torch.Tensor, torch.nn.Parameter)
-    if any(type(value) not in plain or value.is_meta for value in tensors.values()):
-        return None  # a compiler traces the call: there is no data
+    if any(type(value) not in plain or value.is_meta for value in tensors):
+        return False  # a compiler traces the call: there is no data
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        _warn_once(
+        warn_once(
             folder,
             "calls inside CUDA graph capture are not dumped: capture allows no copy to the host",
         )
-        return None
+        return False
+    return True
+
+
+def written(folder: str, operator: str, record: Callable[[], Call]) -> str | None:
+    """Write a call into a new file of ``folder``; ``None``, and a warning, when that fails."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     path = os.path.join(
         folder, f"{operator}-{stamp}-{os.getpid()}-{next(_counter):04d}.safetensors"
     )
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        call = recorded_call(operator, arguments)
+        call = record()
         container.write(path, call.tensors, encoded(call), mode=0o600)
     except Exception as fault:  # the call matters more than its record
-        _warn_once(folder, getattr(fault, "strerror", None) or str(fault))
+        warn_once(folder, getattr(fault, "strerror", None) or str(fault))
         return None
     return path
 
@@ -97,7 +109,8 @@ def recorded_call(operator: str, arguments: Mapping[str, Any]) -> Call:
     return call
 
 
-def _warn_once(folder: str, reason: str) -> None:
+def warn_once(folder: str, reason: str) -> None:
+    """Say once that calls are not recorded in ``folder``, and why."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         fault = error("dump-failed", path=shown(folder), reason=reason)

@@ -24,6 +24,7 @@ def build() -> typer.Typer:
     from .doctor import doctor
     from .errors import commands as errors
     from .explain import explain
+    from .inspect_call import inspect_call
     from .run import run
 
     app = typer.Typer(
@@ -48,9 +49,10 @@ def build() -> typer.Typer:
     ) -> None:
         """FP8 sparse MLA attention for DeepSeek sparse attention models."""
 
-    for function in (demo, run, check, doctor, explain):
+    for function in (demo, run, check, inspect_call, doctor, explain):
         text = inspect.cleandoc(function.__doc__ or "")
-        app.command(help=_with_lines(text), short_help=text.partition("\n")[0])(function)
+        name = function.__name__.removesuffix("_call")
+        app.command(name, help=_with_lines(text), short_help=text.partition("\n")[0])(function)
     app.add_typer(errors(), name="errors")
     return app
 

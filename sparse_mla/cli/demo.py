@@ -82,7 +82,7 @@ def demo(
         sizes = Sizes(s_q, s_kv, h_q, topk, d_qk)
         _require_memory(sizes)
         if plot is not None:
-            _require_plot(plot)
+            require_plot(plot)
         report: dict[str, Any] = {"ok": True}
         if not as_json:
             say("A call captured from transformers' DeepSeek-V3.2 model class")
@@ -336,7 +336,7 @@ def _require_memory(sizes: Sizes) -> None:
         )
 
 
-def _require_plot(file: Path) -> None:
+def require_plot(file: Path) -> None:
     """Refuse before the work what would fail after it."""
     try:
         from matplotlib.figure import Figure

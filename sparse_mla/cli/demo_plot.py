@@ -40,6 +40,11 @@ def draw(file: Path, done: ChunkRun) -> None:
         color=INK,
         fontsize=10,
     )
+    save(figure, file)
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure by rename: on a fault nothing is left there."""
     picture = io.BytesIO()
     figure.savefig(picture, format=file.suffix.lstrip(".").lower())
     scratch = file.with_name(f".{file.name}.tmp")

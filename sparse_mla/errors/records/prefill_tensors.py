@@ -291,8 +291,9 @@ RECORDS = (
             " {dtype}."
         ),
         meaning=(
-            "out is bfloat16 (s_q, h_q, 512); max_logits and lse are float32 (s_q, h_q). Nothing is"
-            " resized or converted on the way out."
+            "out is bfloat16 (s_q, h_q, 512), of sparse_mla_prefill with an unquantised kv also"
+            " float32; max_logits and lse are float32 (s_q, h_q). Nothing is resized or converted"
+            " on the way out."
         ),
         trigger="out, max_logits or lse is given with another shape or dtype than the result",
         situations=(
