@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import lru_cache
 
 import pytest
@@ -19,6 +20,14 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     """A SPARSE_MLA_ variable of the developer's shell must not change what a test means."""
     for name in [name for name in os.environ if name.startswith("SPARSE_MLA_")]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_each_time() -> None:
+    """What a test draws does not depend on the tests before it."""
+    torch = sys.modules.get("torch")  # tests of the command line's start do without it
+    if torch is not None:
+        torch.manual_seed(0)
 
 
 @lru_cache(maxsize=1)
