@@ -21,12 +21,6 @@ DEVICE u32 opaque(u32 x) {
 
 // ---- shared-memory loads and stores by address -----------------------------------------------------------------
 
-DEVICE u32 load_shared_u32(u32 shared) {
-  u32 x;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
-  return x;
-}
-
 DEVICE u64 load_shared_u64(u32 shared) {
   u64 x;
   asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(shared) : "memory");
@@ -37,10 +31,6 @@ DEVICE float2 load_shared_float2(u32 shared) {
   float2 x;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(shared) : "memory");
   return x;
-}
-
-DEVICE void store_shared_u8(u32 shared, u32 x) {
-  asm volatile("st.shared.u8 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 DEVICE void store_shared_u16(u32 shared, u32 x) {
