@@ -87,15 +87,16 @@ def refusal(problem: PrefillProblem) -> str | None:
         return f"q is {q.dtype} and kv {kv.dtype}: the kernels multiply FP8 with scales"
     if kv_scale.numel() != 1:
         return f"kv_scale has shape {tuple(kv_scale.shape)}: the kernels take one for all of kv"
-    if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | _kv_stride(problem)) & 15:
+    kv_stride = _kv_stride(problem)
+    if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | kv_stride) & 15:
         return (
             "rows of q and kv must start at multiples of 16 bytes, got addresses "
             f"{q.data_ptr():#x} and {kv.data_ptr():#x}, strides {q.stride()} and {kv.stride()}"
         )
     if problem.out.data_ptr() & 3:
         return f"out must start at a multiple of 4 bytes, got {problem.out.data_ptr():#x}"
-    if _kv_stride(problem) >= 2**32 or problem.s_q * _groups(problem) >= 2**31:
-        return f"kv stride {_kv_stride(problem)} or s_q {problem.s_q} is past the kernels' range"
+    if kv_stride >= 2**32 or problem.s_q * _groups(problem) >= 2**31:
+        return f"kv stride {kv_stride} or s_q {problem.s_q} is past the kernels' range"
     return None
 
 
