@@ -67,7 +67,7 @@ def test_the_worst_row_has_a_bound(case: Case) -> None:
 
 @pytest.mark.parametrize("h_q", [64, 128])
 @pytest.mark.parametrize("case", accuracy_cases())
-def test_the_worst_row_is_is_as_good_as_fp8_probabilities_allow(case: Case, h_q: int) -> None:
+def test_the_worst_row_is_as_good_as_fp8_probabilities_allow(case: Case, h_q: int) -> None:
     case = replace(case, s_q=QUERIES, h_q=h_q)
     assert_as_good_as_fp8_probabilities(strict(make_inputs(case, device=DEVICE)))
 
