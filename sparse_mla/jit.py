@@ -98,21 +98,21 @@ def compile_variant(variant: Variant, arch: str = DEFAULT_ARCH) -> Compiled:
     options = _options(variant, arch)
     compiler = compiler_version()
     key = cache_key(variant.source, sources, options, compiler)
-    entry = jit_cache.read(key)
-    if entry is None:
-        cubin, log, ran = _compile(variant, arch, sources, options)
-        # Another NVRTC than the installed package's was loaded first: its work does not belong
-        # under this key.
-        if f"nvrtc {ran}." in compiler:
-            jit_cache.write(key, cubin, log)
-    else:
-        cubin, log = entry
+    cubin, log = jit_cache.read(key) or (b"", "")
+    resources = parse_resources(log, variant.entry)
+    if resources is not None:
+        return Compiled(cubin, log, resources, key, arch)
+    cubin, log, ran = _compile(variant, arch, sources, options)
     resources = parse_resources(log, variant.entry)
     if resources is None:
         found = ", ".join(_entries(log)) or "none"
         raise _compile_failed(
             variant, arch, f'no extern "C" __global__ function {variant.entry}; found: {found}'
         )
+    # Another NVRTC than the installed package's was loaded first: its work does not belong under
+    # this key.
+    if f"nvrtc {ran}." in compiler:
+        jit_cache.write(key, cubin, log)
     return Compiled(cubin, log, resources, key, arch)
 
 
@@ -287,7 +287,7 @@ def _compile(
         [name.encode() for name in headers],
     )
     try:
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [o.encode() for o in options])
+        status = _compile_afresh(nvrtc, program, options)
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
         buffer = bytearray(size)
         nvrtc.nvrtcGetProgramLog(program, buffer)
@@ -300,6 +300,21 @@ def _compile(
     finally:
         nvrtc.nvrtcDestroyProgram(program)
     return bytes(cubin), log, _nvrtc_version(nvrtc)
+
+
+def _compile_afresh(nvrtc: Any, program: Any, options: tuple[str, ...]) -> Any:
+    """Compile past NVRTC's own cache; the status.
+
+    Beside a driver, NVRTC keeps what ptxas made of each PTX, and does not repeat what ptxas said:
+    after a change of a comment there would be a cubin and no report. An NVRTC that has no such
+    cache does not know the option.
+    """
+    for extra in (("--no-cache",), ()):
+        given = [option.encode() for option in (*options, *extra)]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(given), given)
+        if status != nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION:
+            break
+    return status
 
 
 def _compile_failed(variant: Variant, arch: str, log: str) -> BackendError:

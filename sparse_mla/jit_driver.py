@@ -12,7 +12,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_void_p
+from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
 from typing import Any
 
 from .errors import error
@@ -25,6 +25,27 @@ DEVICE_CAPABILITY_MINOR = 76
 DEVICE_MAX_SHARED_OPTIN = 97
 FUNCTION_STATIC_SHARED = 1
 FUNCTION_MAX_DYNAMIC_SHARED = 8
+FUNCTION_ANY_CLUSTER_SIZE = 14
+LAUNCH_CLUSTER_DIMENSION = 4
+
+
+class LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute``: which one, and its value."""
+
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_uint * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig``."""
+
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("smem", c_uint),
+        ("stream", c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", c_uint),
+    )
 
 
 class DriverCallError(Exception):
@@ -128,6 +149,8 @@ class Kernel:
                     function, FUNCTION_MAX_DYNAMIC_SHARED, self.max_dynamic_smem
                 )
             )
+            # A cluster of more than eight CTAs is allowed only to a function that asks for it.
+            done(library.cuFuncSetAttribute(function, FUNCTION_ANY_CLUSTER_SIZE, 1))
         self._function = function
         self._context = context.value
 
@@ -138,32 +161,25 @@ class Kernel:
         smem: int,
         stream_ptr: int,
         params_address: int,
+        cluster: int = 1,
     ) -> None:
         """Put the kernel on the stream. Its only parameter is the struct at ``params_address``,
         which is copied now.
 
         ``smem`` is dynamic shared memory in bytes, ``stream_ptr`` a ``cudaStream_t`` of this
-        kernel's device (torch's ``stream.cuda_stream``). Neither waits nor changes the thread's
-        current device. Raises ``kernel-launch-failed``.
+        kernel's device (torch's ``stream.cuda_stream``), ``cluster`` the CTAs of a cluster, along
+        x. Neither waits nor changes the thread's current device. Raises ``kernel-launch-failed``.
         """
-        launch = (
-            self._function,
-            *grid,
-            *block,
-            smem,
-            c_void_p(stream_ptr),
-            byref(c_void_p(params_address)),
-            None,
-        )
+        call, arguments = self._call(grid, block, smem, stream_ptr, params_address, cluster)
         current = c_void_p()
         self._current(byref(current))
         if current.value == self._context:
-            status = self._launch(*launch)
+            status = call(*arguments)
         else:
             # Another device is current, or this thread has used none yet.
             status = self._library.cuCtxPushCurrent_v2(c_void_p(self._context))
             if status == 0:
-                status = self._launch(*launch)
+                status = call(*arguments)
                 self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
         if status != 0:
             reason = describe(self._library, status)
@@ -171,6 +187,31 @@ class Kernel:
             raise error(
                 "kernel-launch-failed", **where, reason=reason, grid=grid, block=block, smem=smem
             )
+
+    def _call(
+        self,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem: int,
+        stream_ptr: int,
+        params_address: int,
+        cluster: int,
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The driver's function for a launch, and its arguments."""
+        params = byref(c_void_p(params_address))
+        if cluster == 1:
+            stream = c_void_p(stream_ptr)
+            return self._launch, (self._function, *grid, *block, smem, stream, params, None)
+        attribute = LaunchAttribute(LAUNCH_CLUSTER_DIMENSION, 0, (c_uint * 16)(cluster, 1, 1))
+        config = LaunchConfig(
+            (c_uint * 3)(*grid),
+            (c_uint * 3)(*block),
+            smem,
+            stream_ptr,
+            ctypes.pointer(attribute),
+            1,
+        )
+        return self._library.cuLaunchKernelEx, (byref(config), self._function, params, None)
 
     def _where(self) -> dict[str, Any]:
         """What the error records say about this kernel and its device."""

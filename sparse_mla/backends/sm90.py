@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from .. import jit
-from ..params import D_QK_SUPPORTED
+from ..params import D_V
+from .sm90_plan import FEW, KERNELS, WIDE, WIDE_HEADS, Part, plan
 
 if TYPE_CHECKING:
     from ..jit_driver import Kernel
@@ -24,37 +25,22 @@ if TYPE_CHECKING:
 
 NAME = "sm90"
 
-PREFILL = {
-    (d_qk, row_scales): jit.Variant(
-        name=f"prefill-h64-d{d_qk}" + "-row-scales" * row_scales,
-        source="sm90/prefill.cuh",
-        entry="sparse_mla_prefill",
-        defines={"D_QK": d_qk, "ROW_SCALES": int(row_scales)},
-    )
-    for d_qk in D_QK_SUPPORTED
-    for row_scales in (False, True)
-}
-"""Kernels by d_qk and whether q has more than one scale, which costs 5% at d_qk 576."""
-
 CAPABILITY = (9, 0)
-HEADS = 64
-"""Heads that one CTA computes (``kHeads``)."""
-THREADS = 512
 SHARED_BYTES = 232448
 """Dynamic shared memory of a launch: all a CTA can have, as one CTA has a multiprocessor."""
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-# struct PrefillParams of prefill.cuh: ten pointers, four strides, four sizes, sm_scale, two strides
-# of q_scale, padding.
-PARAMS = struct.Struct("<10Q4q4if2i4x")
+# struct PrefillParams of problem.cuh: ten pointers, four strides, four sizes, sm_scale, two strides
+# of q_scale, heads of the outputs.
+PARAMS = struct.Struct("<10Q4q4if3i")
 
 _thread = threading.local()
 
 
 def variants() -> tuple[jit.Variant, ...]:
     """Every kernel of this backend, for who compiles them ahead."""
-    return tuple(PREFILL.values())
+    return tuple(KERNELS.values())
 
 
 def available() -> str | None:
@@ -85,8 +71,6 @@ def refusal(problem: PrefillProblem) -> str | None:
         return reason
     if q_scale is None or kv_scale is None:
         return f"q is {q.dtype} and kv {kv.dtype}: the kernels multiply FP8 with scales"
-    if kv_scale.numel() != 1:
-        return f"kv_scale has shape {tuple(kv_scale.shape)}: the kernels take one for all of kv"
     kv_stride = _kv_stride(problem)
     if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | kv_stride) & 15:
         return (
@@ -95,22 +79,54 @@ def refusal(problem: PrefillProblem) -> str | None:
         )
     if problem.out.data_ptr() & 3:
         return f"out must start at a multiple of 4 bytes, got {problem.out.data_ptr():#x}"
-    if kv_stride >= 2**32 or problem.s_q * _groups(problem) >= 2**31:
+    if kv_stride >= 2**32 or problem.s_q * -(-problem.h_q // 8) * 16 >= 2**31:
         return f"kv stride {kv_stride} or s_q {problem.s_q} is past the kernels' range"
     return None
 
 
-def run(problem: PrefillProblem) -> None:
-    """Launch the kernel that fills the problem's outputs, on the current stream."""
+def plan_of(problem: PrefillProblem) -> tuple[Part, ...]:
+    """The launches that compute ``problem`` on its device."""
+    kv_scale = problem.kv_scale
+    assert kv_scale is not None  # by `refusal`
     device = problem.q.get_device()
-    assert problem.q_scale is not None  # by `refusal`
-    kernel = jit.load(PREFILL[problem.d_qk, problem.q_scale.numel() != 1], device)
-    grid = min(problem.s_q * _groups(problem), kernel.multiprocessors)
-    if grid:
-        _launch(kernel, grid, problem, device)
+    return plan(
+        problem.s_q, problem.h_q, problem.topk, _multiprocessors(device), kv_scale.numel() != 1
+    )
 
 
-def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> None:
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def run(problem: PrefillProblem) -> None:
+    """Launch the kernels that fill the problem's outputs, on the current stream."""
+    if problem.s_q:
+        for part in plan_of(problem):
+            launch(problem, part)
+
+
+def launch(problem: PrefillProblem, part: Part) -> None:
+    """Launch the kernel that computes one part of the heads."""
+    assert problem.q_scale is not None  # both by `refusal`
+    assert problem.kv_scale is not None
+    wide = part.heads_per_cta == WIDE_HEADS
+    scales = problem.q_scale if wide else problem.kv_scale
+    device = problem.q.get_device()
+    kernel = jit.load(KERNELS[part.heads_per_cta, problem.d_qk, scales.numel() != 1], device)
+    items = problem.s_q * part.groups
+    grid = min(items, kernel.multiprocessors) if part.splits == 1 else items * part.splits
+    threads = WIDE.threads if wide else FEW.threads
+    _launch(kernel, (grid, 1, 1), (threads, 1, 1), part, problem)
+
+
+def _launch(
+    kernel: Kernel,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    part: Part,
+    problem: PrefillProblem,
+) -> None:
     try:
         buffer, address = _thread.params
     except AttributeError:
@@ -120,32 +136,35 @@ def _launch(kernel: Kernel, grid: int, problem: PrefillProblem, device: int) -> 
     q, sink, length = problem.q, problem.attn_sink, problem.topk_length
     assert problem.q_scale is not None  # both by `refusal`
     assert problem.kv_scale is not None
+    first = part.first_head
+    q_scale_strides = _q_scale_strides(problem.q_scale)
     PARAMS.pack_into(
         buffer,
         0,
-        q.data_ptr(),
+        q.data_ptr() + first * q.stride(1),
         problem.kv.data_ptr(),
         problem.indices.data_ptr(),
-        problem.q_scale.data_ptr(),
+        problem.q_scale.data_ptr() + 4 * first * q_scale_strides[1],
         problem.kv_scale.data_ptr(),
-        0 if sink is None else sink.data_ptr(),
+        0 if sink is None else sink.data_ptr() + 4 * first,
         0 if length is None else length.data_ptr(),
-        problem.out.data_ptr(),
-        problem.max_logits.data_ptr(),
-        problem.lse.data_ptr(),
+        problem.out.data_ptr() + 2 * D_V * first,
+        problem.max_logits.data_ptr() + 4 * first,
+        problem.lse.data_ptr() + 4 * first,
         q.stride(0),
         q.stride(1),
         _kv_stride(problem),
         problem.indices.stride(0),
         problem.s_q,
         problem.s_kv,
-        problem.h_q,
+        part.heads,
         problem.topk,
         min(problem.sm_scale, FLOAT32_MAX),
-        *_q_scale_strides(problem.q_scale),
+        *q_scale_strides,
+        problem.h_q,
     )
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernel.launch((grid, 1, 1), (THREADS, 1, 1), SHARED_BYTES, stream, address)
+    stream = torch._C._cuda_getCurrentRawStream(q.get_device())
+    kernel.launch(grid, block, SHARED_BYTES, stream, address, part.splits)
 
 
 def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:
@@ -153,11 +172,6 @@ def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:
     if q_scale.numel() == 1:
         return 0, 0
     return q_scale.stride(0), 0 if q_scale.ndim == 1 else 1
-
-
-def _groups(problem: PrefillProblem) -> int:
-    """Groups of 64 heads, the last perhaps not full."""
-    return -(-problem.h_q // HEADS)
 
 
 def _kv_stride(problem: PrefillProblem) -> int:

@@ -22,35 +22,14 @@
 // the scores are in the next query token while the values still write the last one out.
 #pragma once
 
+#include "common/problem.cuh"
 #include "common/wgmma.cuh"
 
-struct PrefillParams {
-  const u8* q;               // e4m3 [s_q, h_q, D_QK], strides below
-  const u8* kv;              // e4m3 [s_kv, D_QK], 16-byte aligned rows
-  const int* indices;        // [s_q, topk]
-  const float* q_scale;      // one element, [s_q] or [s_q, h_q], strides below
-  const float* kv_scale;     // one element
-  const float* attn_sink;    // [h_q] or null
-  const int* topk_length;    // [s_q] or null
-  u32* out;                  // bfloat16 pairs [s_q, h_q, 512]
-  float* max_logits;         // [s_q, h_q]
-  float* lse;                // [s_q, h_q]
-  i64 q_stride_token;        // bytes
-  i64 q_stride_head;         // bytes
-  i64 kv_stride;             // bytes
-  i64 indices_stride;        // elements
-  int s_q, s_kv, h_q, topk;
-  float sm_scale;
-  int q_scale_stride_token;  // elements; 0 where all tokens share a scale
-  int q_scale_stride_head;   // elements; 0 where all heads do
-};
-
 constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
-constexpr int kHeads = 64;        // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
+constexpr int kHeads = HEADS;     // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
 constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
 constexpr int kStages = 5;        // blocks of K in shared memory
 constexpr int kLag = 1;           // blocks of copies in flight before the oldest must have landed
-constexpr int kDv = 512;
 constexpr int kLatentTile = 8192;  // 64 rows x 128 columns, 128-byte swizzle
 constexpr int kLatentTiles = kDv / 128;
 constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;  // 64 rows x 64 columns, 64-byte swizzle
@@ -62,14 +41,6 @@ constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
 
 constexpr int kThreads = 512;
 constexpr u32 kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 176;  // 128 x sum = 65,536
-
-// The reference of the exponent sits kHeadroom below the running maximum: P lies in (0, 256] and the largest of a row is
-// 256, which e4m3 holds exactly. Probabilities down to 2^-14 of it are normal numbers, down to 2^-17 subnormal ones.
-constexpr float kHeadroom = 8.f;
-constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so that -inf - kLowest is -inf
-constexpr float kBad = 1e-44f;  // in the place of c where a scale is not finite and positive: the row becomes NaN
-constexpr float kLog2e = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 // Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
 constexpr u32 kAtK = 0;                                   // [kStages][kStageBytes]
@@ -104,23 +75,6 @@ struct Memory {
   DEVICE u32 q_full() const { return base + kAtQFull; }
   DEVICE u32 q_empty() const { return base + kAtQEmpty; }
 };
-
-// A position in a ring of buffers, and the parity of its use.
-template <int size>
-struct Ring {
-  u32 slot = 0, parity = 0;
-  DEVICE void next() {
-    if (++slot == size) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-DEVICE int length_of(const PrefillParams& params, int token) {
-  if (params.topk_length == nullptr) return params.topk;
-  return max(0, min(params.topk, __ldg(params.topk_length + token)));
-}
 
 // An empty row still takes one (fully masked) block, so that every role sees every item.
 DEVICE int blocks_of(int length) { return max(1, (length + kBlock - 1) / kBlock); }
@@ -276,8 +230,7 @@ struct Scores {
 
   // A scale that is not finite and positive shows in the weights in the end, not in the exponents.
   DEVICE float to_c(float q_scale, float kv_scale) const {
-    const bool good = q_scale > 0.f && q_scale < kInfinity && kv_scale > 0.f && kv_scale < kInfinity;
-    return good ? params.sm_scale * q_scale * kv_scale * kLog2e : kBad;
+    return is_scale(q_scale) && is_scale(kv_scale) ? params.sm_scale * q_scale * kv_scale * kLog2e : kBad;
   }
 
   // Into the registers of c, to become c after the first QK: by then they are there, and no register more is taken.
@@ -398,7 +351,7 @@ struct Scores {
         store_shared_float(memory.weight(ring, row), empty ? 0.f : v_scale / denominator);
         // A NaN logit is lost in fmaxf but not in the sum; v_scale carries a bad scale.
         const float poison = (total + v_scale) * 0.f;
-        const i64 at = static_cast<i64>(token) * params.h_q + head;
+        const i64 at = static_cast<i64>(token) * params.out_heads + head;
         params.max_logits[at] = empty ? -kInfinity : (reference[r] + kHeadroom) * kLn2 + poison;
         params.lse[at] = empty ? kInfinity : (reference[r] + log2_approx(total)) * kLn2 + poison;
       }
@@ -526,7 +479,7 @@ struct Values {
   }
 
   DEVICE void store(int token, int group, u32 ring) {
-    u32* out = params.out + (static_cast<i64>(token) * params.h_q + group * kHeads) * (kDv / 2) + half * 128 +
+    u32* out = params.out + (static_cast<i64>(token) * params.out_heads + group * kHeads) * (kDv / 2) + half * 128 +
                warp * 8 + (lane >> 2);
     const u32 heads = params.h_q - group * kHeads;
 #pragma unroll

@@ -33,12 +33,35 @@ DEVICE float2 load_shared_float2(u32 shared) {
   return x;
 }
 
+DEVICE float load_shared_float(u32 shared) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(shared) : "memory");
+  return x;
+}
+
+DEVICE float4 load_shared_float4(u32 shared) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+
 DEVICE void store_shared_u16(u32 shared, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(static_cast<u16>(x)) : "memory");
 }
 
 DEVICE void store_shared_float(u32 shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
+}
+
+DEVICE void store_shared_float2(u32 shared, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(x), "f"(y) : "memory");
+}
+
+DEVICE void store_shared_float4(u32 shared, float x, float y, float z, float w) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
 
 // ---- mbarriers -------------------------------------------------------------------------------------------------
@@ -81,12 +104,56 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// ---- named barriers and clusters --------------------------------------------------------------------------------
+
+// Barrier `id` of the CTA, for `threads` threads.
+DEVICE void barrier_sync(u32 id, u32 threads) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+
+// All threads of the cluster that have not exited: what each wrote before is seen by all after.
+DEVICE void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// CTAs of the cluster this CTA is in; 1 where the launch made none.
+DEVICE u32 cluster_size() {
+  u32 count;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(count));
+  return count;
+}
+
+// The address, in shared memory of the cluster, of what lies at `shared` in CTA `rank` of it.
+DEVICE u32 cluster_address(u32 shared, u32 rank) {
+  u32 address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared), "r"(rank));
+  return address;
+}
+
+DEVICE float load_cluster_float(u32 address) {
+  float x;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+
+DEVICE float4 load_cluster_float4(u32 address) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
+
 // ---- global to shared copies -----------------------------------------------------------------------------------
 
 // Copies `bytes` (0 or 16) bytes and fills the rest of the 16 with zeros; with 0 nothing is read.
 DEVICE void cp_async_16(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes)
                : "memory");
+}
+
+// The same for 4 bytes (0 or 4 of them).
+DEVICE void cp_async_4(u32 shared, const void* global, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -125,6 +192,22 @@ DEVICE void stmatrix_x4(u32 shared, const u32 (&r)[4]) {
                : "memory");
 }
 
+// Stores the transposes of `count` 8x8 matrices of 16-bit elements; lane 8 q + r gives the address of row r of matrix q.
+template <int count>
+DEVICE void stmatrix_trans(u32 shared, const u32 (&r)[count]) {
+  if constexpr (count == 1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(shared), "r"(r[0]) : "memory");
+  } else if constexpr (count == 2) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(shared), "r"(r[0]), "r"(r[1])
+                 : "memory");
+  } else {
+    static_assert(count == 4);
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(r[0]),
+                 "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
+  }
+}
+
 // ---- ordering --------------------------------------------------------------------------------------------------
 
 // Makes this thread's ordinary shared-memory stores visible to wgmma (the async proxy).
@@ -154,6 +237,13 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The same without taking subnormal x for zero.
+DEVICE float log2_approx_subnormal(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

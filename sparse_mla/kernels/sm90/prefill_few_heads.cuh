@@ -1,0 +1,674 @@
+// FP8 sparse MLA prefill on Hopper for few heads: 8, 16 or 32 a CTA (-D HEADS), and for few queries, whose slots are
+// split over the CTAs of a cluster. Also -D D_QK=512 or 576 and -D KV_SCALES=0 or 1; `backends/sm90.py` launches it.
+//
+//   for a query token t and HEADS of its heads:
+//     S[j, h]  = sum_d K[j, d] Q[h, d]                 K[j] = kv[indices[t, j]], zeros where the slot is invalid
+//     P[j, h]  = 2^(c S[j, h] - ref[h])                c = sm_scale q_scale kv_scale log2(e)
+//     O[d, h]  = sum_j V[j, d] P[j, h] / sum_j P[j, h] V = the first 512 columns of K
+//
+// With a scale for each KV token (KV_SCALES), k[j] below: c is without it, P[j, h] = k[j] 2^(c k[j] S[j, h] - ref[h]), and
+// the denominator sums P[j, h] / k[j].
+//
+// Why this shape of kernel. A row of 576 bytes serves 2 x HEADS x 1,088 operations: with 16 heads the tensor cores need a third of
+// the time that the rows take to arrive, and the gather is all that counts. Heads are the N of both products, S^T = K Q^T
+// and O^T = V^T P^T, so no tensor work is done for heads that are not there. O^T of 32 heads is 128 registers a thread: each
+// of two warpgroups keeps a whole one of its own, with its own maxima, takes every other block of 64 slots, and meets the
+// other only at the end of a query token, as two parts of a split do.
+//
+//   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages
+//   attend 0    S[b] = K[b] Q^T   | softmax of S[b] | O^T = O^T factor + V[b]^T P[b]^T |  b+2 ...
+//   attend 1              S[b+1]  | softmax         | O^T += V[b+1]^T P[b+1]^T         |  b+3 ...
+//
+// Time is left over, and buys accuracy: FP8 wgmma keeps some 14 bits of whatever it sums, so S is summed in three parts
+// and each block's O in one, which are added in float32.
+#pragma once
+
+#include "common/problem.cuh"
+#include "common/wgmma_narrow.cuh"
+
+constexpr int kHeads = HEADS;  // N of both products
+constexpr bool kKvScales = KV_SCALES;
+constexpr int kBlock = 64;     // slots a block: M of S^T = K Q^T
+constexpr int kStages = HEADS == 32 ? 4 : 5;
+constexpr int kGroups = kHeads / 8;  // of 8 heads: columns of an accumulator fragment
+constexpr int kOwn = kHeads / 4;     // heads of which a thread holds elements
+constexpr int kLatentTile = 8192;    // 64 rows x 128 columns, 128-byte swizzle
+constexpr int kLatentTiles = kDv / 128;
+constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;   // 64 rows x 64 columns, 64-byte swizzle
+constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
+constexpr int kStageBytes = kRope + kRopeTile;
+constexpr int kQTile = kHeads * 128;  // Q in tiles like K's, kHeads rows each
+constexpr int kQRope = kLatentTiles * kQTile;
+constexpr int kQBytes = (kHeads * D_QK + 1023) / 1024 * 1024;  // the 128-byte swizzle repeats every 1,024 bytes
+constexpr int kPBytes = kHeads * kBlock;
+constexpr int kTiles = kDv / 64;  // m64 tiles of O^T
+constexpr int kSteps = D_QK / 32;  // k-steps of S^T = K Q^T
+constexpr int kPartSteps = 6;      // of them are accumulated together
+constexpr int kParts = (kSteps + kPartSteps - 1) / kPartSteps;
+constexpr int kExchange = kHeads * 256;  // bytes of one m64 tile of O^T in float32
+constexpr int kMaxSplits = 16;
+
+constexpr int kThreads = 384;
+constexpr u32 kAttendRegisters = HEADS == 32 ? 232 : 208;
+constexpr u32 kProducerRegisters = 504 - 2 * kAttendRegisters;  // 128 x 504: what the launch gives
+
+// Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
+constexpr u32 kAtK = 0;                                    // [kStages][kStageBytes]
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [2][kQBytes]
+constexpr u32 kAtP = kAtQ + 2 * kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kAtExchange = kAtP + 2 * kPBytes;            // [2 warpgroups][kExchange]
+constexpr u32 kAtMaxima = kAtExchange + 2 * kExchange;     // float [2 warpgroups][4 warps][kHeads]; sums, in the end
+constexpr u32 kAtTops = kAtMaxima + 32 * kHeads;           // float [2 warpgroups][4 warps][kHeads]
+constexpr u32 kAtReference = kAtTops + 32 * kHeads;        // float [2 warpgroups][kHeads]
+constexpr u32 kAtKvScale = kAtReference + 8 * kHeads;      // float [kStages][kBlock]
+constexpr u32 kAtValid = kAtKvScale + kStages * kBlock * 4;  // u64 [kStages], bit r: slot r of the block is valid
+constexpr u32 kAtKFull = kAtValid + kStages * 8;           // mbarriers from here
+constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
+constexpr u32 kAtQFull = kAtKEmpty + kStages * 8;
+constexpr u32 kAtQEmpty = kAtQFull + 2 * 8;
+constexpr u32 kSharedBytes = kAtQEmpty + 2 * 8;
+static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
+
+// A CTA of a split leaves its part here, over the stages it has used: O^T, float4 [kTiles][kGroups][128 threads], then its
+// statistics, float [3][kHeads], and the weight of each CTA's part, float [kMaxSplits][kHeads].
+constexpr u32 kAtPart = kAtK;
+constexpr u32 kAtStatistics = kAtPart + kTiles * kGroups * 128 * 16;
+constexpr u32 kAtWeights = kAtStatistics + 3 * kHeads * 4;
+static_assert(kAtWeights + kMaxSplits * kHeads * 4 <= kAtQ, "a part must fit into the stages");
+
+// Named barriers: 1 for both attend warpgroups, 2 and 3 for each.
+constexpr u32 kBoth = 1, kOneOfThem = 2;
+
+// Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
+struct Memory {
+  u32 base;
+  DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
+  DEVICE u32 q(u32 slot) const { return base + kAtQ + slot * kQBytes; }
+  DEVICE u32 p(u32 half) const { return base + kAtP + half * kPBytes; }
+  DEVICE u32 exchange(u32 half) const { return base + kAtExchange + half * kExchange; }
+  DEVICE u32 maximum(u32 half, u32 warp, u32 head) const { return base + kAtMaxima + ((half * 4 + warp) * kHeads + head) * 4; }
+  DEVICE u32 top(u32 half, u32 warp, u32 head) const { return base + kAtTops + ((half * 4 + warp) * kHeads + head) * 4; }
+  DEVICE u32 reference(u32 half, u32 head) const { return base + kAtReference + (half * kHeads + head) * 4; }
+  DEVICE u32 kv_scale(u32 slot, u32 row) const { return base + kAtKvScale + (slot * kBlock + row) * 4; }
+  DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
+  DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
+  DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
+  DEVICE u32 q_full(u32 slot) const { return base + kAtQFull + slot * 8; }
+  DEVICE u32 q_empty(u32 slot) const { return base + kAtQEmpty + slot * 8; }
+  DEVICE u32 part(u32 i) const { return base + kAtPart + i * 16; }
+  DEVICE u32 statistic(u32 which, u32 head) const { return base + kAtStatistics + (which * kHeads + head) * 4; }
+  DEVICE u32 weight(u32 split, u32 head) const { return base + kAtWeights + (split * kHeads + head) * 4; }
+};
+
+// Which items this CTA computes: `splits` CTAs, a cluster, share one, and then a CTA has no other.
+struct Work {
+  int item, step, items, groups;
+  u32 split, splits;
+};
+
+DEVICE Work work_of(const PrefillParams& params) {
+  const u32 splits = cluster_size();
+  const int groups = (params.h_q + kHeads - 1) / kHeads;
+  return {static_cast<int>(opaque(blockIdx.x) / splits), static_cast<int>(gridDim.x / splits), params.s_q * groups, groups,
+          blockIdx.x % splits, splits};
+}
+
+// The blocks of an item that fall to this CTA. A query without slots has none.
+struct Blocks {
+  int token, first_head, length, begin, end;
+};
+
+DEVICE Blocks blocks_of(const PrefillParams& params, const Work& work, int item) {
+  Blocks b;
+  b.token = item / work.groups;
+  b.first_head = item % work.groups * kHeads;
+  b.length = length_of(params, b.token);
+  const u32 blocks = (b.length + kBlock - 1) / kBlock;
+  b.begin = blocks * work.split / work.splits;
+  b.end = blocks * (work.split + 1) / work.splits;
+  return b;
+}
+
+// ---- producer --------------------------------------------------------------------------------------------------
+//
+// Warp w gathers rows 16 w .. 16 w + 15 of each block. Eight lanes copy 128 contiguous bytes, a warp four rows. Rows of 576
+// bytes start at a 128-byte line or in the middle of one; copies keep to the lines, so an odd row is read as 64 + 4 x 128
+// bytes and an even one as 4 x 128 + 64. That is half again as fast as copies that straddle lines.
+
+struct Producer {
+  const PrefillParams& params;
+  const Memory memory;
+  const u32 lane, warp;
+  Ring<kStages> stage;
+  Ring<2> q_slot;
+
+  DEVICE int load_index(int token, int length, int block) const {
+    const int slot = block * kBlock + warp * 16 + (lane & 15);
+    return slot < length ? __ldg(params.indices + token * params.indices_stride + slot) : -1;
+  }
+
+  // Q of an item, zeros for heads past h_q
+  DEVICE void load_q(const Blocks& blocks) {
+    mbarrier_wait(memory.q_empty(q_slot.slot), q_slot.parity ^ 1);
+    const u8* source = params.q + blocks.token * params.q_stride_token;
+#pragma unroll 1
+    for (u32 c = warp * 32 + lane; c < kHeads * (D_QK / 16); c += 128) {
+      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = blocks.first_head + row;
+      const bool exists = head < static_cast<u32>(params.h_q);
+      const u32 latent = chunk / 8 * kQTile + row * 128 + ((chunk ^ row) % 8 << 4);
+      const u32 rope = kQRope + row * 64 + ((chunk ^ row >> 1) % 4 << 4);
+      cp_async_16(memory.q(q_slot.slot) + (chunk < kDv / 16 ? latent : rope),
+                  source + (exists ? head : 0) * params.q_stride_head + chunk * 16, exists ? 16 : 0);
+    }
+    cp_async_arrive(memory.q_full(q_slot.slot));
+    q_slot.next();
+  }
+
+  DEVICE const u8* row_of(int index) const {
+    return params.kv + static_cast<u64>(static_cast<u32>(max(index, 0))) * static_cast<u32>(params.kv_stride);
+  }
+
+  // Issues the copies of one block; k_full completes when they have landed.
+  DEVICE void gather(int index) {
+    const u32 slot = stage.slot;
+    mbarrier_wait(memory.k_empty(slot), stage.parity ^ 1);
+    const bool index_valid = static_cast<u32>(index) < static_cast<u32>(params.s_kv);
+    if (!index_valid) index = -1;
+    const u32 valid = __ballot_sync(~0u, index_valid);
+    if (lane == 0) {
+      store_shared_u16(memory.valid(slot) + warp * 2, valid);
+      mbarrier_arrive(memory.k_full(slot));
+    }
+    // Opaque, here and below: kept from block to block, what follows from it would not fit in registers.
+    const u32 row = opaque(lane) >> 3, eighth = opaque(lane) & 7;
+    const u32 latent = memory.k(slot) + warp * 2048, rope = memory.k(slot) + kRope + warp * 1024;
+#pragma unroll
+    for (u32 pass = 0; pass < 4; pass++) {
+      const u32 r = 4 * pass + row;
+      const int i = __shfl_sync(~0u, index, r);
+      const u8* source = row_of(i);
+      const u32 bytes = i >= 0 ? 16 : 0;
+      // Lane `eighth` of a line copies chunk `chunk` + 8 line of the row: in an odd row, the last ones are rope.
+      const u32 odd = D_QK > kDv ? static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1 : 0;
+      const u32 chunk = eighth + 4 * odd;
+      source += chunk * 16;
+      const u32 first = latent + chunk / 8 * kLatentTile + r * 128 + ((chunk ^ r) % 8 << 4);
+#pragma unroll
+      for (u32 line = 0; line < 3; line++) cp_async_16(first + line * kLatentTile, source + line * 128, bytes);
+      const u32 last = chunk < 8 ? first + 3 * kLatentTile : rope + r * 64 + ((chunk ^ r >> 1) % 4 << 4);
+      cp_async_16(last, source + 3 * 128, bytes);
+    }
+    if constexpr (D_QK > kDv) {
+      const u32 quarter = opaque(lane) & 3;
+#pragma unroll
+      for (u32 pass = 0; pass < 2; pass++) {
+        const u32 r = 8 * pass + (opaque(lane) >> 2);
+        const int i = __shfl_sync(~0u, index, r);
+        const u8* source = row_of(i);
+        const bool odd = static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1;
+        const u32 half = odd ? latent + r * 128 + ((quarter ^ r) % 8 << 4) : rope + r * 64 + ((quarter ^ r >> 1) % 4 << 4);
+        cp_async_16(half, source + (odd ? 0 : kDv) + quarter * 16, i >= 0 ? 16 : 0);
+      }
+    }
+    if constexpr (kKvScales) {
+      if (lane < 16) cp_async_4(memory.kv_scale(slot, warp * 16 + lane), params.kv_scale + max(index, 0), index >= 0 ? 4 : 0);
+    }
+    cp_async_arrive(memory.k_full(slot));
+    stage.next();
+  }
+
+  DEVICE void run(const Work& work) {
+    int item = work.item;
+    if (item >= work.items) return;
+    Blocks blocks = blocks_of(params, work, item);
+    int index = load_index(blocks.token, blocks.length, blocks.begin);
+    while (true) {
+      load_q(blocks);
+      item += work.step;
+      const bool more = item < work.items;
+      const Blocks next = more ? blocks_of(params, work, item) : Blocks{0, 0, 0, 0, 0};
+      for (int block = blocks.begin; block < blocks.end; block++) {
+        // The indices of the next block are on their way while this one's rows are asked for.
+        const bool last = block + 1 == blocks.end;
+        const int ahead = load_index(last ? next.token : blocks.token, last ? next.length : blocks.length,
+                                     last ? next.begin : block + 1);
+        gather(index);
+        index = ahead;
+      }
+      if (!more) break;
+      if (blocks.begin == blocks.end) index = load_index(next.token, next.length, next.begin);
+      blocks = next;
+    }
+  }
+};
+
+// ---- attend ----------------------------------------------------------------------------------------------------
+//
+// Of an accumulator of S^T, lane 4 g + i of warp w holds rows (slots) 16 w + g and 16 w + g + 8, columns (heads) 8 n + 2 i
+// and + 1: d[4n] d[4n+1] of the first slot, d[4n+2] d[4n+3] of the second. A head's maximum runs over the eight g of each
+// warp and over the four warps. In O^T row g is column 2 g of the warp's 16, row g + 8 is column 2 g + 1.
+
+struct Attend {
+  const PrefillParams& params;
+  const Memory memory;
+  const u32 lane, warp, half;
+  Ring<kStages> stage;
+  Ring<2> q_slot;
+  float o[kTiles][kHeads / 2];
+  float c[kOwn], reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
+
+  DEVICE u32 head(u32 e) const { return 8 * (e / 2) + 2 * (lane & 3) + e % 2; }
+  DEVICE void sync() const { barrier_sync(kOneOfThem + half, 128); }
+
+  DEVICE void start(const Blocks& blocks) {
+    const float kv_scale = kKvScales ? 1.f : __ldg(params.kv_scale);
+    const float* q_scale = params.q_scale + static_cast<i64>(blocks.token) * params.q_scale_stride_token;
+#pragma unroll
+    for (u32 e = 0; e < kOwn; e++) {
+      const int h = min(blocks.first_head + static_cast<int>(head(e)), params.h_q - 1);
+      const float scale = __ldg(q_scale + h * params.q_scale_stride_head);
+      c[e] = is_scale(scale) && is_scale(kv_scale) ? params.sm_scale * scale * kv_scale * kLog2e : kBad;
+      reference[e] = kLowest;
+      sum[e] = 0.f;
+      top[e] = -kInfinity;
+    }
+#pragma unroll
+    for (u32 m = 0; m < kTiles; m++) {
+#pragma unroll
+      for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = 0.f;
+    }
+    mbarrier_wait(memory.q_full(q_slot.slot), q_slot.parity);
+  }
+
+  // S^T = K[stage] Q^T, in parts of 192 columns
+  DEVICE void multiply_scores(float (&s)[kHeads / 2]) {
+    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
+    fence_async_shared();  // K and Q came by cp.async and are read by wgmma
+    const u32 k = memory.k(stage.slot), q = memory.q(q_slot.slot);
+    const u64 k_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), k);
+    const u64 q_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), q);
+    const u64 k_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), k + kRope);
+    const u64 q_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), q + kQRope);
+    float part[kParts][kHeads / 2];
+    wgmma_fence();
+#pragma unroll
+    for (u32 step = 0; step < kSteps; step++) {
+      const u32 inside = step % 4 * 2;
+      const u64 a = step < 16 ? k_latent + step / 4 * (kLatentTile >> 4) + inside : k_rope + inside;
+      const u64 b = step < 16 ? q_latent + step / 4 * (kQTile >> 4) + inside : q_rope + inside;
+      wgmma_shared<kHeads>(part[step / kPartSteps], a, b, step % kPartSteps > 0);
+    }
+    wgmma_commit();
+    wgmma_wait<0>();
+#pragma unroll
+    for (u32 i = 0; i < kHeads / 2; i++) {
+      s[i] = part[0][i] + part[1][i];
+#pragma unroll
+      for (u32 p = 2; p < kParts; p++) s[i] += part[p][i];
+    }
+  }
+
+  // S to logits in units of log2, plus log2 k where tokens have scales k: what P is a power of. `k_log2`: of the two slots.
+  DEVICE void to_exponents(float (&s)[kHeads / 2], float (&k_log2)[2]) {
+    const u64 valid = load_shared_u64(memory.valid(stage.slot)) >> (warp * 16 + (lane >> 2));
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) {
+      const bool in = valid >> 8 * r & 1;
+      float k = 1.f;
+      k_log2[r] = 0.f;
+      if constexpr (kKvScales) {
+        k = load_shared_float(memory.kv_scale(stage.slot, warp * 16 + (lane >> 2) + 8 * r));
+        k = !in ? 1.f : is_scale(k) ? k : kNan;
+        k_log2[r] = log2_approx_subnormal(k);
+      }
+#pragma unroll
+      for (u32 e = 0; e < kOwn; e++) {
+        float& x = s[e / 2 * 4 + 2 * r + e % 2];
+        x = in ? x * (c[e] * k) : -kInfinity;
+        if constexpr (kKvScales) {
+          top[e] = fmaxf(top[e], x);
+          x += k_log2[r];
+        }
+      }
+    }
+  }
+
+  // A value of each own head and thread to that of the warp
+  template <typename Combine>
+  DEVICE static float over_slots(float x, Combine combine) {
+#pragma unroll
+    for (u32 lanes = 4; lanes <= 16; lanes *= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
+    return x;
+  }
+
+  // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
+  DEVICE void move_references(const float (&s)[kHeads / 2], float (&factor)[kOwn]) {
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n++) {
+      float x[2];
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        x[e] = over_slots(fmaxf(s[4 * n + e], s[4 * n + 2 + e]), [](float a, float b) { return fmaxf(a, b); });
+      }
+      if (lane < 4) store_shared_float2(memory.maximum(half, warp, head(2 * n)), x[0], x[1]);
+    }
+    sync();
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n++) {
+      float2 x = load_shared_float2(memory.maximum(half, 0, head(2 * n)));
+#pragma unroll
+      for (u32 w = 1; w < 4; w++) {
+        const float2 y = load_shared_float2(memory.maximum(half, w, head(2 * n)));
+        x.x = fmaxf(x.x, y.x);
+        x.y = fmaxf(x.y, y.y);
+      }
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        float& ref = reference[2 * n + e];
+        const float moved = fmaxf(ref, (e ? x.y : x.x) - kHeadroom);
+        factor[2 * n + e] = exp2_approx(ref - moved);
+        ref = moved;
+      }
+    }
+  }
+
+  // P = 2^(S - ref), to e4m3 and, transposed, to shared memory. Slots g and g + 8 of a warp's 16 become neighbours: a row
+  // of P holds them in the order 0 8 1 9 ... 7 15.
+  DEVICE void write_p(const float (&s)[kHeads / 2], const float (&k_log2)[2], const float (&factor)[kOwn]) {
+    u32 packed[kGroups];
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n++) {
+      float x[4];
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        float added = 0.f;
+#pragma unroll
+        for (u32 r = 0; r < 2; r++) {
+          const float exponent = s[4 * n + 2 * r + e] - reference[2 * n + e];
+          x[2 * e + r] = exp2_approx(exponent);
+          added += kKvScales ? exp2_approx(exponent - k_log2[r]) : x[2 * e + r];
+        }
+        sum[2 * n + e] = fmaf(sum[2 * n + e], factor[2 * n + e], added);
+      }
+      packed[n] = pack_e4m3(x[0], x[1], x[2], x[3]);
+    }
+    stmatrix_trans(memory.p(half) + warp * (16 * kHeads) + (lane & (kHeads - 1)) * 16, packed);
+  }
+
+  // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs
+  DEVICE void load_v(u32 (&v)[4], u32 step, u32 m) const {
+    const u32 base = memory.k(stage.slot) + lane * 128 + ((warp ^ (lane & 7)) << 4);
+    ldmatrix_x4_trans(v, (base ^ ((m & 1) << 6)) + (m >> 1) * kLatentTile + step * 4096);
+  }
+
+  // Parts the columns and pairs the slots as P has them: the A operand of wgmma
+  DEVICE static void part_columns(u32 (&v)[4]) {
+    const u32 r[4] = {v[0], v[1], v[2], v[3]};
+    v[0] = select_bytes(r[0], r[1], 0x6240);
+    v[1] = select_bytes(r[0], r[1], 0x7351);
+    v[2] = select_bytes(r[2], r[3], 0x6240);
+    v[3] = select_bytes(r[2], r[3], 0x7351);
+  }
+
+  DEVICE void add(u32 m, const float (&t)[kHeads / 2], const float (&factor)[kOwn]) {
+#pragma unroll
+    for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = fmaf(o[m][i], factor[i / 4 * 2 + i % 2], t[i]);
+  }
+
+  // O^T = O^T factor + V[stage]^T P^T, one tile in flight while the one before it is added
+  DEVICE void multiply_values(const float (&factor)[kOwn]) {
+    const u64 p = descriptor(descriptor_shape(16 * kHeads, 128, Swizzle::none), memory.p(half));
+    u32 v[2][2][4];
+    float t[2][kHeads / 2];
+    load_v(v[0][0], 0, 0);
+    load_v(v[0][1], 1, 0);
+#pragma unroll
+    for (u32 m = 0; m < kTiles; m++) {
+      part_columns(v[m & 1][0]);
+      part_columns(v[m & 1][1]);
+      wgmma_fence();
+      wgmma_registers<kHeads>(t[m & 1], v[m & 1][0], p, 0);
+      wgmma_registers<kHeads>(t[m & 1], v[m & 1][1], p + (32 * kHeads >> 4), 1);
+      wgmma_commit();
+      if (m > 0) wgmma_wait<1>();  // its V may be overwritten, its product is there
+      if (m + 1 < kTiles) {
+        load_v(v[m + 1 & 1][0], 0, m + 1);
+        load_v(v[m + 1 & 1][1], 1, m + 1);
+      }
+      if (m + 2 == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
+      if (m > 0) add(m - 1, t[m - 1 & 1], factor);
+    }
+    wgmma_wait<0>();
+    add(kTiles - 1, t[kTiles - 1 & 1], factor);
+  }
+
+  DEVICE void attend() {
+    float s[kHeads / 2], factor[kOwn], k_log2[2];
+    multiply_scores(s);
+    to_exponents(s, k_log2);
+    move_references(s, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
+    write_p(s, k_log2, factor);
+    fence_async_shared();  // P was stored by stmatrix and is read by wgmma
+    sync();
+    multiply_values(factor);
+  }
+
+  // What both warpgroups know of a head when they meet: log2 of the scale of its P, the sum of P, the largest logit.
+  struct Statistics {
+    float reference, total, top;
+  };
+
+  DEVICE Statistics meet(u32 e) const {
+    Statistics x[2];
+#pragma unroll
+    for (u32 w = 0; w < 2; w++) {
+      x[w].reference = load_shared_float(memory.reference(w, head(e)));
+      x[w].total = 0.f;
+      x[w].top = kKvScales ? -kInfinity : x[w].reference + kHeadroom;
+#pragma unroll
+      for (u32 i = 0; i < 4; i++) {
+        x[w].total += load_shared_float(memory.maximum(w, i, head(e)));
+        if (kKvScales) x[w].top = fmaxf(x[w].top, load_shared_float(memory.top(w, i, head(e))));
+      }
+    }
+    const float both = fmaxf(x[0].reference, x[1].reference);
+    const float total = x[0].total * exp2_approx(x[0].reference - both) + x[1].total * exp2_approx(x[1].reference - both);
+    return {both, total, fmaxf(x[0].top, x[1].top)};
+  }
+
+  // The scale of V, or NaN where a scale is bad
+  DEVICE float value_scale(bool good) const {
+    if (!good) return kNan;
+    return kKvScales ? 1.f : __ldg(params.kv_scale);
+  }
+
+  DEVICE float denominator(const Statistics& x, int h) const {
+    if (params.attn_sink == nullptr) return x.total;
+    return x.total + exp2_approx(__ldg(params.attn_sink + min(h, params.h_q - 1)) * kLog2e - x.reference);
+  }
+
+  DEVICE void store_statistics(int token, int h, const Statistics& x, float v_scale) const {
+    if (h >= params.h_q) return;
+    const bool empty = x.total == 0.f;
+    // A NaN logit is lost in fmaxf but not in the sum; v_scale carries a bad scale.
+    const float poison = (x.total + v_scale) * 0.f;
+    const i64 at = static_cast<i64>(token) * params.out_heads + h;
+    params.max_logits[at] = empty ? -kInfinity : x.top * kLn2 + poison;
+    params.lse[at] = empty ? kInfinity : (x.reference + log2_approx(x.total)) * kLn2 + poison;
+  }
+
+  // Columns 64 m + 16 warp + 2 g and + 1 of heads h and h + 1
+  DEVICE void store_out(int token, int h, u32 m, u32 owner_warp, u32 g, float4 x) const {
+    u32* out = params.out + (static_cast<i64>(token) * params.out_heads + h) * (kDv / 2) + m * 32 + owner_warp * 8 + g;
+    if (h < params.h_q) out[0] = pack_bf16(x.x, x.z);
+    if (h + 1 < params.h_q) out[kDv / 2] = pack_bf16(x.y, x.w);
+  }
+
+  // The end of an item: the two warpgroups add up their parts, each 256 columns, and this CTA's part goes out, to the
+  // outputs or, where the item is split, to shared memory for the others of the cluster.
+  DEVICE void finish(const Blocks& blocks, const Work& work) {
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n++) {
+      float x[2], y[2];
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        x[e] = over_slots(sum[2 * n + e], [](float a, float b) { return a + b; });
+        y[e] = kKvScales ? over_slots(top[2 * n + e], [](float a, float b) { return fmaxf(a, b); }) : 0.f;
+      }
+      if (lane < 4) {
+        store_shared_float2(memory.maximum(half, warp, head(2 * n)), x[0], x[1]);
+        if (kKvScales) store_shared_float2(memory.top(half, warp, head(2 * n)), y[0], y[1]);
+        if (warp == 0) store_shared_float2(memory.reference(half, head(2 * n)), reference[2 * n], reference[2 * n + 1]);
+      }
+    }
+    barrier_sync(kBoth, 256);
+    const bool alone = work.splits == 1;
+    float weight[kOwn];
+#pragma unroll
+    for (u32 e = 0; e < kOwn; e++) {
+      const Statistics x = meet(e);
+      const int h = blocks.first_head + head(e);
+      const float v_scale = value_scale(c[e] != kBad);
+      weight[e] = exp2_approx(reference[e] - x.reference);
+      if (alone) weight[e] = x.total == 0.f ? 0.f : weight[e] * v_scale / denominator(x, h);
+      if (half == 0 && warp == 0 && lane < 4) {
+        if (alone) {
+          store_statistics(blocks.token, h, x, v_scale);
+        } else {
+          store_shared_float(memory.statistic(0, head(e)), x.reference);
+          store_shared_float(memory.statistic(1, head(e)), x.total);
+          store_shared_float(memory.statistic(2, head(e)), x.top);
+        }
+      }
+    }
+    const u32 thread = warp * 32 + lane;
+#pragma unroll
+    for (u32 round = 0; round < kTiles / 2; round++) {
+      // Tiles 0 .. 3 end in warpgroup 0, 4 .. 7 in warpgroup 1. The tile's place in o must be known when compiling.
+#pragma unroll
+      for (u32 n = 0; n < kGroups; n++) {
+        float x[4], y[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+          x[i] = o[round][4 * n + i] * weight[2 * n + i % 2];
+          y[i] = o[round + kTiles / 2][4 * n + i] * weight[2 * n + i % 2];
+        }
+        const u32 given = memory.exchange(half) + (n * 128 + thread) * 16;
+        if (half == 0) {
+          store_shared_float4(given, y[0], y[1], y[2], y[3]);
+        } else {
+          store_shared_float4(given, x[0], x[1], x[2], x[3]);
+        }
+      }
+      barrier_sync(kBoth, 256);
+      const u32 m = round + half * (kTiles / 2);
+#pragma unroll
+      for (u32 n = 0; n < kGroups; n++) {
+        float4 x = load_shared_float4(memory.exchange(half ^ 1) + (n * 128 + thread) * 16);
+        float own[4];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+          own[i] = (half == 0 ? o[round][4 * n + i] : o[round + kTiles / 2][4 * n + i]) * weight[2 * n + i % 2];
+        }
+        x = make_float4(x.x + own[0], x.y + own[1], x.z + own[2], x.w + own[3]);
+        if (alone) {
+          store_out(blocks.token, blocks.first_head + head(2 * n), m, warp, lane >> 2, x);
+        } else {
+          store_shared_float4(memory.part((m * kGroups + n) * 128 + thread), x.x, x.y, x.z, x.w);
+        }
+      }
+      barrier_sync(kBoth, 256);
+    }
+    if (!alone) combine(blocks, work);
+  }
+
+  // Adds up the parts of a split item in the order of the CTAs, each CTA some of the columns.
+  DEVICE void combine(const Blocks& blocks, const Work& work) const {
+    cluster_sync();
+    const u32 thread = half * 128 + warp * 32 + lane;
+    for (u32 at = thread; at < work.splits * kHeads; at += 256) {
+      const u32 own = at / kHeads, head = at % kHeads;
+      const int h = blocks.first_head + head;
+      Statistics x{kLowest, 0.f, -kInfinity};
+      for (u32 split = 0; split < work.splits; split++) {
+        x.reference = fmaxf(x.reference, load_cluster_float(cluster_address(memory.statistic(0, head), split)));
+      }
+      float scale = 0.f;
+      for (u32 split = 0; split < work.splits; split++) {
+        const float to_all = exp2_approx(load_cluster_float(cluster_address(memory.statistic(0, head), split)) - x.reference);
+        x.total = fmaf(load_cluster_float(cluster_address(memory.statistic(1, head), split)), to_all, x.total);
+        x.top = fmaxf(x.top, load_cluster_float(cluster_address(memory.statistic(2, head), split)));
+        if (split == own) scale = to_all;
+      }
+      const float q_scale = __ldg(params.q_scale + static_cast<i64>(blocks.token) * params.q_scale_stride_token +
+                                  min(h, params.h_q - 1) * params.q_scale_stride_head);
+      const float v_scale = value_scale(is_scale(q_scale) && (kKvScales || is_scale(__ldg(params.kv_scale))));
+      store_shared_float(memory.weight(own, head), x.total == 0.f ? 0.f : scale * v_scale / denominator(x, h));
+      if (work.split == 0 && own == 0) store_statistics(blocks.token, h, x, v_scale);
+    }
+    barrier_sync(kBoth, 256);
+    for (u32 at = work.split * 256 + thread; at < kTiles * kGroups * 128; at += work.splits * 256) {
+      const u32 m = at / (kGroups * 128), n = at / 128 % kGroups, owner = at % 128;
+      const u32 head = 8 * n + 2 * (owner & 3);
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (u32 split = 0; split < work.splits; split++) {
+        const float4 y = load_cluster_float4(cluster_address(memory.part(at), split));
+        const float2 w = load_shared_float2(memory.weight(split, head));
+        x.x = fmaf(y.x, w.x, x.x);
+        x.y = fmaf(y.y, w.y, x.y);
+        x.z = fmaf(y.z, w.x, x.z);
+        x.w = fmaf(y.w, w.y, x.w);
+      }
+      store_out(blocks.token, blocks.first_head + head, m, owner >> 5, owner >> 2 & 7, x);
+    }
+    cluster_sync();  // a CTA must not exit while its part is read
+  }
+
+  DEVICE void run(const Work& work) {
+    // The warpgroup that takes an item's first block alternates, so that both work where items have a single one.
+    u32 turn = half;
+    for (int item = work.item; item < work.items; item += work.step, turn ^= 1) {
+      const Blocks blocks = blocks_of(params, work, item);
+      const int count = blocks.end - blocks.begin;
+      start(blocks);
+      if (turn == 1 && count > 0) stage.next();
+      for (int b = turn; b < count; b += 2) {
+        attend();
+        stage.next();
+        if (b + 1 < count) stage.next();
+      }
+      mbarrier_arrive(memory.q_empty(q_slot.slot));
+      q_slot.next();
+      finish(blocks, work);
+    }
+  }
+};
+
+// ---- kernel ----------------------------------------------------------------------------------------------------
+
+extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill_few_heads(
+    const __grid_constant__ PrefillParams params) {
+  extern __shared__ __align__(1024) u8 shared[];
+  const Memory memory{opaque(shared_address(shared))};
+  const u32 lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+  const u32 role = __shfl_sync(~0u, threadIdx.x >> 7, 0);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; i++) {
+      mbarrier_init(memory.k_full(i), 128 + 4);  // producer: copies of all threads, and what its four warps store
+      mbarrier_init(memory.k_empty(i), 128);     // the warpgroup that used it
+    }
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(memory.q_full(i), 128);   // producer
+      mbarrier_init(memory.q_empty(i), 256);  // both warpgroups
+    }
+    fence_mbarrier_init();
+  }
+  __syncthreads();
+  if (role == 2) {
+    set_max_registers_down<kProducerRegisters>();
+    Producer{params, memory, lane, warp, {}, {}}.run(work_of(params));
+  } else {
+    set_max_registers_up<kAttendRegisters>();
+    Attend{params, memory, lane, warp, role, {}, {}}.run(work_of(params));
+  }
+}
