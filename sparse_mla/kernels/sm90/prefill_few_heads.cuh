@@ -29,7 +29,7 @@
 constexpr int kHeads = HEADS;  // N of both products
 constexpr bool kKvScales = KV_SCALES;
 constexpr int kBlock = 64;     // slots a block: M of S^T = K Q^T
-constexpr int kStages = HEADS == 32 ? 4 : 5;
+constexpr int kStages = 5;
 constexpr int kGroups = kHeads / 8;  // of 8 heads: columns of an accumulator fragment
 constexpr int kOwn = kHeads / 4;     // heads of which a thread holds elements
 constexpr int kLatentTile = 8192;    // 64 rows x 128 columns, 128-byte swizzle
@@ -45,6 +45,10 @@ constexpr int kTiles = kDv / 64;  // m64 tiles of O^T
 constexpr int kSteps = D_QK / 32;  // k-steps of S^T = K Q^T
 constexpr int kPartSteps = 6;      // of them are accumulated together
 constexpr int kParts = (kSteps + kPartSteps - 1) / kPartSteps;
+#ifndef EARLY
+#define EARLY (HEADS == 32 ? 1 : 8)
+#endif
+constexpr int kEarly = EARLY;  // tiles of V read under S: as many as registers are left for
 constexpr int kExchange = kHeads * 256;  // bytes of one m64 tile of O^T in float32
 constexpr int kMaxSplits = 16;
 
@@ -54,19 +58,20 @@ constexpr u32 kProducerRegisters = 504 - 2 * kAttendRegisters;  // 128 x 504: wh
 
 // Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
 constexpr u32 kAtK = 0;                                    // [kStages][kStageBytes]
-constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [2][kQBytes]
-constexpr u32 kAtP = kAtQ + 2 * kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [kQBytes]
+constexpr u32 kAtP = kAtQ + kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
 constexpr u32 kAtExchange = kAtP + 2 * kPBytes;            // [2 warpgroups][kExchange]
 constexpr u32 kAtMaxima = kAtExchange + 2 * kExchange;     // float [2 warpgroups][4 warps][kHeads]; sums, in the end
 constexpr u32 kAtTops = kAtMaxima + 32 * kHeads;           // float [2 warpgroups][4 warps][kHeads]
 constexpr u32 kAtReference = kAtTops + 32 * kHeads;        // float [2 warpgroups][kHeads]
-constexpr u32 kAtKvScale = kAtReference + 8 * kHeads;      // float [kStages][kBlock]
+constexpr u32 kAtShare = kAtReference + 8 * kHeads;        // float [2 warpgroups][kHeads]
+constexpr u32 kAtKvScale = kAtShare + 8 * kHeads;              // float [kStages][kBlock]
 constexpr u32 kAtValid = kAtKvScale + kStages * kBlock * 4;  // u64 [kStages], bit r: slot r of the block is valid
 constexpr u32 kAtKFull = kAtValid + kStages * 8;           // mbarriers from here
 constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
 constexpr u32 kAtQFull = kAtKEmpty + kStages * 8;
-constexpr u32 kAtQEmpty = kAtQFull + 2 * 8;
-constexpr u32 kSharedBytes = kAtQEmpty + 2 * 8;
+constexpr u32 kAtQEmpty = kAtQFull + 8;
+constexpr u32 kSharedBytes = kAtQEmpty + 8;
 static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
 
 // A CTA of a split leaves its part here, over the stages it has used: O^T, float4 [kTiles][kGroups][128 threads], then its
@@ -83,18 +88,19 @@ constexpr u32 kBoth = 1, kOneOfThem = 2;
 struct Memory {
   u32 base;
   DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
-  DEVICE u32 q(u32 slot) const { return base + kAtQ + slot * kQBytes; }
+  DEVICE u32 q() const { return base + kAtQ; }
   DEVICE u32 p(u32 half) const { return base + kAtP + half * kPBytes; }
   DEVICE u32 exchange(u32 half) const { return base + kAtExchange + half * kExchange; }
   DEVICE u32 maximum(u32 half, u32 warp, u32 head) const { return base + kAtMaxima + ((half * 4 + warp) * kHeads + head) * 4; }
   DEVICE u32 top(u32 half, u32 warp, u32 head) const { return base + kAtTops + ((half * 4 + warp) * kHeads + head) * 4; }
   DEVICE u32 reference(u32 half, u32 head) const { return base + kAtReference + (half * kHeads + head) * 4; }
+  DEVICE u32 share(u32 half, u32 head) const { return base + kAtShare + (half * kHeads + head) * 4; }
   DEVICE u32 kv_scale(u32 slot, u32 row) const { return base + kAtKvScale + (slot * kBlock + row) * 4; }
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
-  DEVICE u32 q_full(u32 slot) const { return base + kAtQFull + slot * 8; }
-  DEVICE u32 q_empty(u32 slot) const { return base + kAtQEmpty + slot * 8; }
+  DEVICE u32 q_full() const { return base + kAtQFull; }
+  DEVICE u32 q_empty() const { return base + kAtQEmpty; }
   DEVICE u32 part(u32 i) const { return base + kAtPart + i * 16; }
   DEVICE u32 statistic(u32 which, u32 head) const { return base + kAtStatistics + (which * kHeads + head) * 4; }
   DEVICE u32 weight(u32 split, u32 head) const { return base + kAtWeights + (split * kHeads + head) * 4; }
@@ -140,7 +146,7 @@ struct Producer {
   const Memory memory;
   const u32 lane, warp;
   Ring<kStages> stage;
-  Ring<2> q_slot;
+  u32 q_parity = 1;
 
   DEVICE int load_index(int token, int length, int block) const {
     const int slot = block * kBlock + warp * 16 + (lane & 15);
@@ -149,7 +155,8 @@ struct Producer {
 
   // Q of an item, zeros for heads past h_q
   DEVICE void load_q(const Blocks& blocks) {
-    mbarrier_wait(memory.q_empty(q_slot.slot), q_slot.parity ^ 1);
+    mbarrier_wait(memory.q_empty(), q_parity);
+    q_parity ^= 1;
     const u8* source = params.q + blocks.token * params.q_stride_token;
 #pragma unroll 1
     for (u32 c = warp * 32 + lane; c < kHeads * (D_QK / 16); c += 128) {
@@ -157,11 +164,10 @@ struct Producer {
       const bool exists = head < static_cast<u32>(params.h_q);
       const u32 latent = chunk / 8 * kQTile + row * 128 + ((chunk ^ row) % 8 << 4);
       const u32 rope = kQRope + row * 64 + ((chunk ^ row >> 1) % 4 << 4);
-      cp_async_16(memory.q(q_slot.slot) + (chunk < kDv / 16 ? latent : rope),
+      cp_async_16(memory.q() + (chunk < kDv / 16 ? latent : rope),
                   source + (exists ? head : 0) * params.q_stride_head + chunk * 16, exists ? 16 : 0);
     }
-    cp_async_arrive(memory.q_full(q_slot.slot));
-    q_slot.next();
+    cp_async_arrive(memory.q_full());
   }
 
   DEVICE const u8* row_of(int index) const {
@@ -223,11 +229,13 @@ struct Producer {
     Blocks blocks = blocks_of(params, work, item);
     int index = load_index(blocks.token, blocks.length, blocks.begin);
     while (true) {
-      load_q(blocks);
       item += work.step;
       const bool more = item < work.items;
       const Blocks next = more ? blocks_of(params, work, item) : Blocks{0, 0, 0, 0, 0};
       for (int block = blocks.begin; block < blocks.end; block++) {
+        // Q has a single buffer, free once the last two blocks of the item before are multiplied: about when their
+        // neighbours' stages are free.
+        if (block == blocks.begin + kStages - 2) load_q(blocks);
         // The indices of the next block are on their way while this one's rows are asked for.
         const bool last = block + 1 == blocks.end;
         const int ahead = load_index(last ? next.token : blocks.token, last ? next.length : blocks.length,
@@ -235,6 +243,7 @@ struct Producer {
         gather(index);
         index = ahead;
       }
+      if (blocks.end - blocks.begin <= kStages - 2) load_q(blocks);
       if (!more) break;
       if (blocks.begin == blocks.end) index = load_index(next.token, next.length, next.begin);
       blocks = next;
@@ -253,7 +262,7 @@ struct Attend {
   const Memory memory;
   const u32 lane, warp, half;
   Ring<kStages> stage;
-  Ring<2> q_slot;
+  u32 q_parity = 0;
   float o[kTiles][kHeads / 2];
   float c[kOwn], reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
 
@@ -277,19 +286,19 @@ struct Attend {
 #pragma unroll
       for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = 0.f;
     }
-    mbarrier_wait(memory.q_full(q_slot.slot), q_slot.parity);
+    mbarrier_wait(memory.q_full(), q_parity);
+    q_parity ^= 1;
   }
 
-  // S^T = K[stage] Q^T, in parts of 192 columns
-  DEVICE void multiply_scores(float (&s)[kHeads / 2]) {
+  // S^T = K[stage] Q^T, in parts of 192 columns, left in flight
+  DEVICE void start_scores(float (&part)[kParts][kHeads / 2]) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     fence_async_shared();  // K and Q came by cp.async and are read by wgmma
-    const u32 k = memory.k(stage.slot), q = memory.q(q_slot.slot);
+    const u32 k = memory.k(stage.slot), q = memory.q();
     const u64 k_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), k);
     const u64 q_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), q);
     const u64 k_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), k + kRope);
     const u64 q_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), q + kQRope);
-    float part[kParts][kHeads / 2];
     wgmma_fence();
 #pragma unroll
     for (u32 step = 0; step < kSteps; step++) {
@@ -299,7 +308,9 @@ struct Attend {
       wgmma_shared<kHeads>(part[step / kPartSteps], a, b, step % kPartSteps > 0);
     }
     wgmma_commit();
-    wgmma_wait<0>();
+  }
+
+  DEVICE static void sum_parts(float (&s)[kHeads / 2], const float (&part)[kParts][kHeads / 2]) {
 #pragma unroll
     for (u32 i = 0; i < kHeads / 2; i++) {
       s[i] = part[0][i] + part[1][i];
@@ -333,25 +344,37 @@ struct Attend {
     }
   }
 
-  // A value of each own head and thread to that of the warp
+  // Combines a value of each own head over the lanes that hold elements of it, and stores the warp's. Each step
+  // halves the heads that a lane goes on with, while there are two: 7 shuffles for 8 heads, not 24.
   template <typename Combine>
-  DEVICE static float over_slots(float x, Combine combine) {
+  DEVICE void store_over_slots(u32 (Memory::*where)(u32, u32, u32) const, float (&x)[kOwn], Combine combine) const {
+    u32 e = 0, count = kOwn;
+    bool first = true;  // of the lanes that end up with the same head
 #pragma unroll
-    for (u32 lanes = 4; lanes <= 16; lanes *= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
-    return x;
+    for (u32 lanes = 16; lanes >= 4; lanes /= 2) {
+      const bool upper = lane & lanes;
+      count /= 2;
+      if (count > 0) {
+        e += upper ? count : 0;
+#pragma unroll
+        for (u32 k = 0; k < count; k++) {
+          const float kept = upper ? x[k + count] : x[k], sent = upper ? x[k] : x[k + count];
+          x[k] = combine(kept, __shfl_xor_sync(~0u, sent, lanes));
+        }
+      } else {
+        first = first && !upper;
+        x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], lanes));
+      }
+    }
+    if (first) store_shared_float((memory.*where)(half, warp, head(e)), x[0]);
   }
 
   // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
   DEVICE void move_references(const float (&s)[kHeads / 2], float (&factor)[kOwn]) {
+    float most[kOwn];
 #pragma unroll
-    for (u32 n = 0; n < kGroups; n++) {
-      float x[2];
-#pragma unroll
-      for (u32 e = 0; e < 2; e++) {
-        x[e] = over_slots(fmaxf(s[4 * n + e], s[4 * n + 2 + e]), [](float a, float b) { return fmaxf(a, b); });
-      }
-      if (lane < 4) store_shared_float2(memory.maximum(half, warp, head(2 * n)), x[0], x[1]);
-    }
+    for (u32 e = 0; e < kOwn; e++) most[e] = fmaxf(s[e / 2 * 4 + e % 2], s[e / 2 * 4 + 2 + e % 2]);
+    store_over_slots(&Memory::maximum, most, [](float a, float b) { return fmaxf(a, b); });
     sync();
 #pragma unroll
     for (u32 n = 0; n < kGroups; n++) {
@@ -415,42 +438,63 @@ struct Attend {
     for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = fmaf(o[m][i], factor[i / 4 * 2 + i % 2], t[i]);
   }
 
-  // O^T = O^T factor + V[stage]^T P^T, one tile in flight while the one before it is added
-  DEVICE void multiply_values(const float (&factor)[kOwn]) {
+  // O^T = O^T factor + V[stage]^T P^T, one tile in flight while the one before it is added. The fragments of the first
+  // kEarly tiles have been read before.
+  DEVICE void multiply_values(u32 (&early)[kEarly][2][4], const float (&factor)[kOwn]) {
     const u64 p = descriptor(descriptor_shape(16 * kHeads, 128, Swizzle::none), memory.p(half));
-    u32 v[2][2][4];
+    u32 late[2][2][4];
     float t[2][kHeads / 2];
-    load_v(v[0][0], 0, 0);
-    load_v(v[0][1], 1, 0);
 #pragma unroll
     for (u32 m = 0; m < kTiles; m++) {
-      part_columns(v[m & 1][0]);
-      part_columns(v[m & 1][1]);
+      auto& v = m < kEarly ? early[m < kEarly ? m : 0] : late[m & 1];
+      if (m >= kEarly) {
+        part_columns(v[0]);
+        part_columns(v[1]);
+      }
       wgmma_fence();
-      wgmma_registers<kHeads>(t[m & 1], v[m & 1][0], p, 0);
-      wgmma_registers<kHeads>(t[m & 1], v[m & 1][1], p + (32 * kHeads >> 4), 1);
+      wgmma_registers<kHeads>(t[m & 1], v[0], p, 0);
+      wgmma_registers<kHeads>(t[m & 1], v[1], p + (32 * kHeads >> 4), 1);
       wgmma_commit();
       if (m > 0) wgmma_wait<1>();  // its V may be overwritten, its product is there
-      if (m + 1 < kTiles) {
-        load_v(v[m + 1 & 1][0], 0, m + 1);
-        load_v(v[m + 1 & 1][1], 1, m + 1);
+      if (m + 1 >= kEarly && m + 1 < kTiles) {
+        load_v(late[m + 1 & 1][0], 0, m + 1);
+        load_v(late[m + 1 & 1][1], 1, m + 1);
       }
-      if (m + 2 == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
+      if (kEarly < kTiles && m + 2 == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
       if (m > 0) add(m - 1, t[m - 1 & 1], factor);
     }
     wgmma_wait<0>();
     add(kTiles - 1, t[kTiles - 1 & 1], factor);
   }
 
-  DEVICE void attend() {
+  DEVICE void attend(bool last) {
     float s[kHeads / 2], factor[kOwn], k_log2[2];
-    multiply_scores(s);
+    u32 v[kEarly][2][4];
+    {
+      float part[kParts][kHeads / 2];
+      start_scores(part);
+      // V is the K tile. Read under the product, it is out of the way of what follows, and its stage is free sooner.
+#pragma unroll
+      for (u32 m = 0; m < kEarly; m++) {
+        load_v(v[m][0], 0, m);
+        load_v(v[m][1], 1, m);
+      }
+#pragma unroll
+      for (u32 m = 0; m < kEarly; m++) {
+        part_columns(v[m][0]);
+        part_columns(v[m][1]);
+      }
+      wgmma_wait<0>();
+      sum_parts(s, part);
+    }
+    if (last) mbarrier_arrive(memory.q_empty());
     to_exponents(s, k_log2);
+    if (kEarly == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
     move_references(s, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
     write_p(s, k_log2, factor);
     fence_async_shared();  // P was stored by stmatrix and is read by wgmma
     sync();
-    multiply_values(factor);
+    multiply_values(v, factor);
   }
 
   // What both warpgroups know of a head when they meet: log2 of the scale of its P, the sum of P, the largest logit.
@@ -458,28 +502,32 @@ struct Attend {
     float reference, total, top;
   };
 
-  DEVICE Statistics meet(u32 e) const {
+  DEVICE Statistics meet(u32 head) const {
     Statistics x[2];
 #pragma unroll
     for (u32 w = 0; w < 2; w++) {
-      x[w].reference = load_shared_float(memory.reference(w, head(e)));
+      x[w].reference = load_shared_float(memory.reference(w, head));
       x[w].total = 0.f;
       x[w].top = kKvScales ? -kInfinity : x[w].reference + kHeadroom;
 #pragma unroll
       for (u32 i = 0; i < 4; i++) {
-        x[w].total += load_shared_float(memory.maximum(w, i, head(e)));
-        if (kKvScales) x[w].top = fmaxf(x[w].top, load_shared_float(memory.top(w, i, head(e))));
+        x[w].total += load_shared_float(memory.maximum(w, i, head));
+        if (kKvScales) x[w].top = fmaxf(x[w].top, load_shared_float(memory.top(w, i, head)));
       }
     }
     const float both = fmaxf(x[0].reference, x[1].reference);
-    const float total = x[0].total * exp2_approx(x[0].reference - both) + x[1].total * exp2_approx(x[1].reference - both);
+    // Rounded products: a fused one of the two would make the sum depend on which warpgroup had which blocks.
+    const float total = __fadd_rn(__fmul_rn(x[0].total, exp2_approx(x[0].reference - both)),
+                                  __fmul_rn(x[1].total, exp2_approx(x[1].reference - both)));
     return {both, total, fmaxf(x[0].top, x[1].top)};
   }
 
-  // The scale of V, or NaN where a scale is bad
-  DEVICE float value_scale(bool good) const {
-    if (!good) return kNan;
-    return kKvScales ? 1.f : __ldg(params.kv_scale);
+  // The scale of V; NaN where a scale of head h is bad.
+  DEVICE float value_scale(int token, int h) const {
+    const float q_scale = __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
+                                min(h, params.h_q - 1) * params.q_scale_stride_head);
+    const float v_scale = kKvScales ? 1.f : __ldg(params.kv_scale);
+    return is_scale(q_scale) && is_scale(v_scale) ? v_scale : kNan;
   }
 
   DEVICE float denominator(const Statistics& x, int h) const {
@@ -507,70 +555,59 @@ struct Attend {
   // The end of an item: the two warpgroups add up their parts, each 256 columns, and this CTA's part goes out, to the
   // outputs or, where the item is split, to shared memory for the others of the cluster.
   DEVICE void finish(const Blocks& blocks, const Work& work) {
+    store_over_slots(&Memory::maximum, sum, [](float a, float b) { return a + b; });
+    if (kKvScales) store_over_slots(&Memory::top, top, [](float a, float b) { return fmaxf(a, b); });
+    if (warp == 0 && lane < 4) {
 #pragma unroll
-    for (u32 n = 0; n < kGroups; n++) {
-      float x[2], y[2];
-#pragma unroll
-      for (u32 e = 0; e < 2; e++) {
-        x[e] = over_slots(sum[2 * n + e], [](float a, float b) { return a + b; });
-        y[e] = kKvScales ? over_slots(top[2 * n + e], [](float a, float b) { return fmaxf(a, b); }) : 0.f;
-      }
-      if (lane < 4) {
-        store_shared_float2(memory.maximum(half, warp, head(2 * n)), x[0], x[1]);
-        if (kKvScales) store_shared_float2(memory.top(half, warp, head(2 * n)), y[0], y[1]);
-        if (warp == 0) store_shared_float2(memory.reference(half, head(2 * n)), reference[2 * n], reference[2 * n + 1]);
-      }
+      for (u32 e = 0; e < kOwn; e++) store_shared_float(memory.reference(half, head(e)), reference[e]);
     }
     barrier_sync(kBoth, 256);
     const bool alone = work.splits == 1;
-    float weight[kOwn];
-#pragma unroll
-    for (u32 e = 0; e < kOwn; e++) {
-      const Statistics x = meet(e);
-      const int h = blocks.first_head + head(e);
-      const float v_scale = value_scale(c[e] != kBad);
-      weight[e] = exp2_approx(reference[e] - x.reference);
-      if (alone) weight[e] = x.total == 0.f ? 0.f : weight[e] * v_scale / denominator(x, h);
-      if (half == 0 && warp == 0 && lane < 4) {
-        if (alone) {
-          store_statistics(blocks.token, h, x, v_scale);
-        } else {
-          store_shared_float(memory.statistic(0, head(e)), x.reference);
-          store_shared_float(memory.statistic(1, head(e)), x.total);
-          store_shared_float(memory.statistic(2, head(e)), x.top);
-        }
-      }
-    }
     const u32 thread = warp * 32 + lane;
+    if (thread < kHeads) {  // what this warpgroup's part is multiplied by
+      const Statistics x = meet(thread);
+      const int h = blocks.first_head + thread;
+      float share = exp2_approx(load_shared_float(memory.reference(half, thread)) - x.reference);
+      if (alone) {
+        const float v_scale = value_scale(blocks.token, h);
+        share = x.total == 0.f ? 0.f : share * v_scale / denominator(x, h);
+        if (half == 0) store_statistics(blocks.token, h, x, v_scale);
+      } else if (half == 0) {
+        store_shared_float(memory.statistic(0, thread), x.reference);
+        store_shared_float(memory.statistic(1, thread), x.total);
+        store_shared_float(memory.statistic(2, thread), x.top);
+      }
+      store_shared_float(memory.share(half, thread), share);
+    }
+    sync();
 #pragma unroll
     for (u32 round = 0; round < kTiles / 2; round++) {
       // Tiles 0 .. 3 end in warpgroup 0, 4 .. 7 in warpgroup 1. The tile's place in o must be known when compiling.
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
-        float x[4], y[4];
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) {
-          x[i] = o[round][4 * n + i] * weight[2 * n + i % 2];
-          y[i] = o[round + kTiles / 2][4 * n + i] * weight[2 * n + i % 2];
-        }
+        const float2 share = load_shared_float2(memory.share(half, head(2 * n)));
+        const float* low = o[round] + 4 * n;
+        const float* high = o[round + kTiles / 2] + 4 * n;
         const u32 given = memory.exchange(half) + (n * 128 + thread) * 16;
         if (half == 0) {
-          store_shared_float4(given, y[0], y[1], y[2], y[3]);
+          store_shared_float4(given, high[0] * share.x, high[1] * share.y, high[2] * share.x, high[3] * share.y);
         } else {
-          store_shared_float4(given, x[0], x[1], x[2], x[3]);
+          store_shared_float4(given, low[0] * share.x, low[1] * share.y, low[2] * share.x, low[3] * share.y);
         }
       }
       barrier_sync(kBoth, 256);
       const u32 m = round + half * (kTiles / 2);
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
+        const float2 share = load_shared_float2(memory.share(half, head(2 * n)));
         float4 x = load_shared_float4(memory.exchange(half ^ 1) + (n * 128 + thread) * 16);
         float own[4];
 #pragma unroll
         for (u32 i = 0; i < 4; i++) {
-          own[i] = (half == 0 ? o[round][4 * n + i] : o[round + kTiles / 2][4 * n + i]) * weight[2 * n + i % 2];
+          const float mine = half == 0 ? o[round][4 * n + i] : o[round + kTiles / 2][4 * n + i];
+          own[i] = __fmul_rn(mine, i % 2 ? share.y : share.x);
         }
-        x = make_float4(x.x + own[0], x.y + own[1], x.z + own[2], x.w + own[3]);
+        x = make_float4(__fadd_rn(x.x, own[0]), __fadd_rn(x.y, own[1]), __fadd_rn(x.z, own[2]), __fadd_rn(x.w, own[3]));
         if (alone) {
           store_out(blocks.token, blocks.first_head + head(2 * n), m, warp, lane >> 2, x);
         } else {
@@ -600,9 +637,7 @@ struct Attend {
         x.top = fmaxf(x.top, load_cluster_float(cluster_address(memory.statistic(2, head), split)));
         if (split == own) scale = to_all;
       }
-      const float q_scale = __ldg(params.q_scale + static_cast<i64>(blocks.token) * params.q_scale_stride_token +
-                                  min(h, params.h_q - 1) * params.q_scale_stride_head);
-      const float v_scale = value_scale(is_scale(q_scale) && (kKvScales || is_scale(__ldg(params.kv_scale))));
+      const float v_scale = value_scale(blocks.token, h);
       store_shared_float(memory.weight(own, head), x.total == 0.f ? 0.f : scale * v_scale / denominator(x, h));
       if (work.split == 0 && own == 0) store_statistics(blocks.token, h, x, v_scale);
     }
@@ -632,13 +667,12 @@ struct Attend {
       const int count = blocks.end - blocks.begin;
       start(blocks);
       if (turn == 1 && count > 0) stage.next();
+      if (turn >= count) mbarrier_arrive(memory.q_empty());
       for (int b = turn; b < count; b += 2) {
-        attend();
+        attend(b + 2 >= count);
         stage.next();
         if (b + 1 < count) stage.next();
       }
-      mbarrier_arrive(memory.q_empty(q_slot.slot));
-      q_slot.next();
       finish(blocks, work);
     }
   }
@@ -657,18 +691,16 @@ extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill_few
       mbarrier_init(memory.k_full(i), 128 + 4);  // producer: copies of all threads, and what its four warps store
       mbarrier_init(memory.k_empty(i), 128);     // the warpgroup that used it
     }
-    for (int i = 0; i < 2; i++) {
-      mbarrier_init(memory.q_full(i), 128);   // producer
-      mbarrier_init(memory.q_empty(i), 256);  // both warpgroups
-    }
+    mbarrier_init(memory.q_full(), 128);   // producer
+    mbarrier_init(memory.q_empty(), 256);  // both warpgroups
     fence_mbarrier_init();
   }
   __syncthreads();
   if (role == 2) {
     set_max_registers_down<kProducerRegisters>();
-    Producer{params, memory, lane, warp, {}, {}}.run(work_of(params));
+    Producer{params, memory, lane, warp, {}}.run(work_of(params));
   } else {
     set_max_registers_up<kAttendRegisters>();
-    Attend{params, memory, lane, warp, role, {}, {}}.run(work_of(params));
+    Attend{params, memory, lane, warp, role, {}}.run(work_of(params));
   }
 }
