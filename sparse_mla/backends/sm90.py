@@ -17,7 +17,7 @@ import torch
 
 from .. import jit
 from ..params import D_V
-from .sm90_plan import FEW, KERNELS, WIDE, WIDE_HEADS, Part, plan
+from .sm90_plan import KERNELS, WIDE_HEADS, Part, plan
 
 if TYPE_CHECKING:
     from ..jit_driver import Kernel
@@ -32,8 +32,8 @@ SHARED_BYTES = 232448
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 # struct PrefillParams of problem.cuh: ten pointers, four strides, four sizes, sm_scale, two strides
-# of q_scale, heads of the outputs.
-PARAMS = struct.Struct("<10Q4q4if3i")
+# of q_scale, heads of the outputs, CTAs that share an item, padding.
+PARAMS = struct.Struct("<10Q4q4if4i4x")
 
 _thread = threading.local()
 
@@ -110,14 +110,12 @@ def launch(problem: PrefillProblem, part: Part) -> None:
     """Launch the kernel that computes one part of the heads."""
     assert problem.q_scale is not None  # both by `refusal`
     assert problem.kv_scale is not None
-    wide = part.heads_per_cta == WIDE_HEADS
+    wide = part.heads_per_item == WIDE_HEADS
     scales = problem.q_scale if wide else problem.kv_scale
     device = problem.q.get_device()
-    kernel = jit.load(KERNELS[part.heads_per_cta, problem.d_qk, scales.numel() != 1], device)
-    items = problem.s_q * part.groups
-    grid = min(items, kernel.multiprocessors) if part.splits == 1 else items * part.splits
-    threads = WIDE.threads if wide else FEW.threads
-    _launch(kernel, (grid, 1, 1), (threads, 1, 1), part, problem)
+    kernel = jit.load(KERNELS[part.heads_per_item, problem.d_qk, scales.numel() != 1], device)
+    grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
+    _launch(kernel, grid, (part.threads, 1, 1), part, problem)
 
 
 def _launch(
@@ -162,9 +160,10 @@ def _launch(
         min(problem.sm_scale, FLOAT32_MAX),
         *q_scale_strides,
         problem.h_q,
+        part.ctas_per_item,
     )
     stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-    kernel.launch(grid, block, SHARED_BYTES, stream, address, part.splits)
+    kernel.launch(grid, block, SHARED_BYTES, stream, address, max(1, part.ctas_per_item))
 
 
 def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:

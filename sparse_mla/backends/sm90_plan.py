@@ -18,8 +18,8 @@ from ..params import D_QK_SUPPORTED
 
 BLOCK = 64
 """Slots that a kernel takes at a time (``kBlock``)."""
-SPLITS = (1, 2, 4, 8, 16)
-"""CTAs that may share the slots of a query: sizes of a cluster."""
+CLUSTERS = (1, 2, 4, 8, 16)
+"""CTAs that may share the slots of a query and a group of heads."""
 WIDE_HEADS = 64
 FEW_HEADS = (8, 16, 32)
 
@@ -31,7 +31,6 @@ class Family:
     name: str
     source: str
     entry: str
-    threads: int
 
     def variant(self, heads: int, d_qk: int, scales: bool, define: str) -> jit.Variant:
         """The kernel of so many heads a CTA; ``scales``: with what ``define`` asks for."""
@@ -44,8 +43,8 @@ class Family:
         )
 
 
-WIDE = Family("wide", "sm90/prefill.cuh", "sparse_mla_prefill", 512)
-FEW = Family("few", "sm90/prefill_few_heads.cuh", "sparse_mla_prefill_few_heads", 384)
+WIDE = Family("wide", "sm90/prefill.cuh", "sparse_mla_prefill")
+FEW = Family("few", "sm90/prefill_few_heads.cuh", "sparse_mla_prefill_few_heads")
 
 KERNELS: dict[tuple[int, int, bool], jit.Variant] = {
     **{
@@ -63,40 +62,62 @@ KERNELS: dict[tuple[int, int, bool], jit.Variant] = {
 """By heads a CTA, d_qk, and whether there are further scales: with 64 heads, more than one of q
 (which costs 5%); with fewer, those of KV tokens."""
 
-# Microseconds, seen on an H200 (docs/kernels): a block of 64 slots in each kernel, when all CTAs
-# are at work; an item, however short; a launch; a split. Only their ratios decide anything.
-BLOCK_US = {8: 0.72, 16: 0.75, 32: 0.85, 64: 1.32}
+# Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md). A block of 64 slots takes a CTA
+# so long when all its warpgroups are at work, and one of them alone at least so long; then what an
+# item, a launch and the sum over parts cost. Only their ratios decide anything.
+BLOCK_US = {8: 0.70, 16: 0.75, 32: 0.92, 64: 1.32}
+ALONE_US = {8: 1.3, 16: 1.4, 32: 1.75, 64: 1.32}
 ITEM_US = {8: 1.0, 16: 1.0, 32: 1.3, 64: 1.0}
 LAUNCH_US = 3.0
-SPLIT_US = 1.5
+PARTS_US = 3.0
 
 
 @dataclass(frozen=True)
 class Part:
     """One launch: heads ``first_head`` on of every query, by one kernel."""
 
-    heads_per_cta: int
+    heads_per_item: int
     first_head: int
     heads: int
-    splits: int  # CTAs that share the slots of a query
+    ctas_per_item: int  # that share the slots of a query; 0: an item is one CTA's or warpgroup's
 
     @property
     def groups(self) -> int:
-        """CTAs for the heads of one query, the last one perhaps not full; times ``splits``."""
-        return -(-self.heads // self.heads_per_cta)
+        """Items of a query: its heads in groups, the last one perhaps not full."""
+        return -(-self.heads // self.heads_per_item)
+
+    @property
+    def warpgroups(self) -> int:
+        """Of a CTA, that compute items of their own, or parts of one (``kWarpgroups``)."""
+        return {8: 3, 16: 3, 32: 2, 64: 1}[self.heads_per_item]
+
+    @property
+    def threads(self) -> int:
+        """Threads of a CTA (``kThreads``)."""
+        return 512 if self.heads_per_item == WIDE_HEADS else 128 * (self.warpgroups + 1)
+
+    def ctas(self, s_q: int, multiprocessors: int) -> int:
+        """CTAs of the launch: one a multiprocessor, or as many as the items want."""
+        items = s_q * self.groups
+        if self.ctas_per_item:
+            return items * self.ctas_per_item
+        return min(-(-items // self.warpgroups), multiprocessors)
 
     def microseconds(self, s_q: int, blocks: int, multiprocessors: int) -> float:
         """How long it should take."""
         items = s_q * self.groups
-        at_once = max(1, multiprocessors // self.splits)
-        waves = -(-items // at_once)
-        if waves > 4:  # then the last, not full, is short against the rest
-            waves_taken = items / at_once + 0.5
-        else:
-            waves_taken = float(waves)
-        block, item = BLOCK_US[self.heads_per_cta], ITEM_US[self.heads_per_cta]
-        each = -(-blocks // self.splits) * block + item
-        return LAUNCH_US + waves_taken * each + (SPLIT_US if self.splits > 1 else 0.0)
+        block, item = BLOCK_US[self.heads_per_item], ITEM_US[self.heads_per_item]
+        alone = ALONE_US[self.heads_per_item]
+        if self.ctas_per_item:
+            waves = -(-items // max(1, multiprocessors // self.ctas_per_item))
+            parts = self.ctas_per_item * self.warpgroups
+            each = -(-blocks // parts) * max(alone, block * self.warpgroups) + item
+            return LAUNCH_US + waves * (each + PARTS_US)
+        rounds, rest = divmod(items, multiprocessors * self.warpgroups)
+        time = rounds * (blocks * max(alone, block * self.warpgroups) + item)
+        if rest:
+            time += blocks * max(alone, block * -(-rest // multiprocessors)) + item
+        return LAUNCH_US + time
 
 
 @functools.lru_cache(maxsize=4096)
@@ -121,26 +142,24 @@ def plan(
 
 
 def _candidates(h_q: int, blocks: int, kv_scales: bool) -> Iterator[tuple[Part, ...]]:
-    splits = [count for count in SPLITS if count == 1 or count <= blocks]
     if not kv_scales:
-        yield (Part(WIDE_HEADS, 0, h_q, 1),)
-    for split in splits:
-        for rest in _few(0, h_q, split):
-            yield rest
-        wide = h_q // WIDE_HEADS * WIDE_HEADS
-        if 0 < wide < h_q and not kv_scales:
-            for rest in _few(wide, h_q - wide, split):
-                yield (Part(WIDE_HEADS, 0, wide, 1), *rest)
+        yield (Part(WIDE_HEADS, 0, h_q, 0),)
+    wide = 0 if kv_scales else h_q // WIDE_HEADS * WIDE_HEADS
+    for ctas in (0, *(count for count in CLUSTERS if count == 1 or 2 * count <= blocks)):
+        yield from _few(0, h_q, ctas)
+        if 0 < wide < h_q:
+            for rest in _few(wide, h_q - wide, ctas):
+                yield (Part(WIDE_HEADS, 0, wide, 0), *rest)
 
 
-def _few(first: int, heads: int, splits: int) -> Iterator[tuple[Part, ...]]:
+def _few(first: int, heads: int, ctas: int) -> Iterator[tuple[Part, ...]]:
     """Ways of computing these heads by the kernels for few."""
     for size in FEW_HEADS:
-        yield (Part(size, first, heads, splits),)
+        yield (Part(size, first, heads, ctas),)
         full = heads // size * size
         for smaller in FEW_HEADS:
             if smaller < size and 0 < full < heads <= full + smaller:
                 yield (
-                    Part(size, first, full, splits),
-                    Part(smaller, first + full, heads - full, splits),
+                    Part(size, first, full, ctas),
+                    Part(smaller, first + full, heads - full, ctas),
                 )

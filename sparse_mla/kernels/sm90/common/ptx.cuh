@@ -114,13 +114,6 @@ DEVICE void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// CTAs of the cluster this CTA is in; 1 where the launch made none.
-DEVICE u32 cluster_size() {
-  u32 count;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(count));
-  return count;
-}
-
 // The address, in shared memory of the cluster, of what lies at `shared` in CTA `rank` of it.
 DEVICE u32 cluster_address(u32 shared, u32 rank) {
   u32 address;
