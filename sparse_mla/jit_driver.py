@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_void_p
 from typing import Any
 
 from .errors import error
@@ -29,27 +31,22 @@ FUNCTION_ANY_CLUSTER_SIZE = 14
 LAUNCH_CLUSTER_DIMENSION = 4
 
 
-class LaunchAttribute(ctypes.Structure):
-    """``CUlaunchAttribute``: which one, and its value."""
-
-    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_uint * 16))
-
-
-class LaunchConfig(ctypes.Structure):
-    """``CUlaunchConfig``."""
-
-    _fields_ = (
-        ("grid", c_uint * 3),
-        ("block", c_uint * 3),
-        ("smem", c_uint),
-        ("stream", c_void_p),
-        ("attributes", ctypes.POINTER(LaunchAttribute)),
-        ("count", c_uint),
-    )
+# CUlaunchConfig: grid, block, dynamic shared memory, padding, stream, address and number of the
+# attributes; and one CUlaunchAttribute: which, padding, the cluster's dimensions.
+_CONFIG = struct.Struct("<7I4xQQI4x")
+_CLUSTER = struct.Struct("<I4x3I52x")
 
 
-class DriverCallError(Exception):
-    """A driver function returned something else than success; the text is the driver's."""
+class _Launch(threading.local):
+    """The configuration of a thread's launches, written anew by each: the driver copies it."""
+
+    def __init__(self) -> None:
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.attribute = ctypes.create_string_buffer(_CLUSTER.size)
+        self.attribute_address = ctypes.addressof(self.attribute)
+
+
+_launch = _Launch()
 
 
 @functools.lru_cache(maxsize=1)
@@ -113,7 +110,7 @@ class Kernel:
         self.device_index = device_index
         self.capability = "unknown"
         self._library = library
-        self._launch = library.cuLaunchKernel
+        self._launch = library.cuLaunchKernelEx
         self._current = library.cuCtxGetCurrent
         try:
             self._load(entry, cubin)
@@ -170,16 +167,24 @@ class Kernel:
         kernel's device (torch's ``stream.cuda_stream``), ``cluster`` the CTAs of a cluster, along
         x. Neither waits nor changes the thread's current device. Raises ``kernel-launch-failed``.
         """
-        call, arguments = self._call(grid, block, smem, stream_ptr, params_address, cluster)
+        attributes = 0
+        if cluster > 1:
+            attributes = 1
+            _CLUSTER.pack_into(_launch.attribute, 0, LAUNCH_CLUSTER_DIMENSION, cluster, 1, 1)
+        config = _launch.config
+        _CONFIG.pack_into(
+            config, 0, *grid, *block, smem, stream_ptr, _launch.attribute_address, attributes
+        )
+        launch = (config, self._function, byref(c_void_p(params_address)), None)
         current = c_void_p()
         self._current(byref(current))
         if current.value == self._context:
-            status = call(*arguments)
+            status = self._launch(*launch)
         else:
             # Another device is current, or this thread has used none yet.
             status = self._library.cuCtxPushCurrent_v2(c_void_p(self._context))
             if status == 0:
-                status = call(*arguments)
+                status = self._launch(*launch)
                 self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
         if status != 0:
             reason = describe(self._library, status)
@@ -187,31 +192,6 @@ class Kernel:
             raise error(
                 "kernel-launch-failed", **where, reason=reason, grid=grid, block=block, smem=smem
             )
-
-    def _call(
-        self,
-        grid: tuple[int, int, int],
-        block: tuple[int, int, int],
-        smem: int,
-        stream_ptr: int,
-        params_address: int,
-        cluster: int,
-    ) -> tuple[Any, tuple[Any, ...]]:
-        """The driver's function for a launch, and its arguments."""
-        params = byref(c_void_p(params_address))
-        if cluster == 1:
-            stream = c_void_p(stream_ptr)
-            return self._launch, (self._function, *grid, *block, smem, stream, params, None)
-        attribute = LaunchAttribute(LAUNCH_CLUSTER_DIMENSION, 0, (c_uint * 16)(cluster, 1, 1))
-        config = LaunchConfig(
-            (c_uint * 3)(*grid),
-            (c_uint * 3)(*block),
-            smem,
-            stream_ptr,
-            ctypes.pointer(attribute),
-            1,
-        )
-        return self._library.cuLaunchKernelEx, (byref(config), self._function, params, None)
 
     def _where(self) -> dict[str, Any]:
         """What the error records say about this kernel and its device."""

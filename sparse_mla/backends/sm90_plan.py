@@ -89,7 +89,7 @@ class Part:
     @property
     def warpgroups(self) -> int:
         """Of a CTA, that compute items of their own, or parts of one (``kWarpgroups``)."""
-        return {8: 3, 16: 3, 32: 2, 64: 1}[self.heads_per_item]
+        return 1 if self.heads_per_item == WIDE_HEADS else 2
 
     @property
     def threads(self) -> int:

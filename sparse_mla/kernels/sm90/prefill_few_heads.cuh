@@ -1,5 +1,5 @@
-// FP8 sparse MLA prefill on Hopper for few heads, 8, 16 or 32 at a time (-D HEADS), and for few queries. Also -D D_QK=512 or
-// 576 and -D KV_SCALES=0 or 1; `backends/sm90.py` launches it.
+// FP8 sparse MLA prefill on Hopper for few heads: 8, 16 or 32 a CTA (-D HEADS), and for few queries, whose slots are
+// split over the CTAs of a cluster. Also -D D_QK=512 or 576 and -D KV_SCALES=0 or 1; `backends/sm90.py` launches it.
 //
 //   for a query token t and HEADS of its heads:
 //     S[j, h]  = sum_d K[j, d] Q[h, d]                 K[j] = kv[indices[t, j]], zeros where the slot is invalid
@@ -10,19 +10,14 @@
 // the denominator sums P[j, h] / k[j].
 //
 // Why this shape of kernel. A row of 576 bytes serves 2 x HEADS x 1,088 operations: with 16 heads the tensor cores need a third of
-// the time that the rows take to arrive, and the gather should be all that counts. Heads are the N of both products, S^T = K Q^T
-// and O^T = V^T P^T, so no tensor work is done for heads that are not there, and O^T of 16 heads is 64 registers a thread:
-// a warpgroup keeps a whole one of its own. It computes an item (a query token and HEADS heads) alone, from the first block of 64
-// slots to the last, and never waits for another. Two of them (with 32 heads) or three share a CTA, its producer and its
-// ring of stages, and hide each other's latencies.
+// the time that the rows take to arrive, and the gather is all that counts. Heads are the N of both products, S^T = K Q^T
+// and O^T = V^T P^T, so no tensor work is done for heads that are not there. O^T of 32 heads is 128 registers a thread: each
+// of two warpgroups keeps a whole one of its own, with its own maxima, takes every other block of 64 slots, and meets the
+// other only at the end of a query token, as two parts of a split do.
 //
-//   producer    gathers blocks of items 0, 1, 2, 0, 1, 2, ...  by 16-byte cp.async into the ring
-//   attend 0    S = K Q^T | softmax of S    | O^T = O^T factor + V^T P^T |  next block of item 0
-//   attend 1              | S  | softmax         | O^T                          |  of item 1
-//   attend 2                   | S | softmax             | O^T                     |  of item 2
-//
-// Where there are too few items for that, the warpgroups of a CTA, or of a cluster of CTAs, take parts of one item's slots
-// and add up their O^T in the end, through shared memory.
+//   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages
+//   attend 0    S[b] = K[b] Q^T   | softmax of S[b] | O^T = O^T factor + V[b]^T P[b]^T |  b+2 ...
+//   attend 1              S[b+1]  | softmax         | O^T += V[b+1]^T P[b+1]^T         |  b+3 ...
 //
 // Time is left over, and buys accuracy: FP8 wgmma keeps some 14 bits of whatever it sums, so S is summed in three parts
 // and each block's O in one, which are added in float32.
@@ -33,10 +28,9 @@
 
 constexpr int kHeads = HEADS;  // N of both products
 constexpr bool kKvScales = KV_SCALES;
-constexpr u32 kWarpgroups = HEADS == 32 ? 2 : 3;  // that attend: as many as have registers
 constexpr int kBlock = 64;     // slots a block: M of S^T = K Q^T
 constexpr int kStages = 5;
-constexpr int kQAfter = (kStages - 1) / kWarpgroups;  // blocks of a round that go into the ring before its Q
+constexpr int kQAfter = 2;     // blocks of an item that go into the ring before its Q
 constexpr int kGroups = kHeads / 8;  // of 8 heads: columns of an accumulator fragment
 constexpr int kOwn = kHeads / 4;     // heads of which a thread holds elements
 constexpr int kLatentTile = 8192;    // 64 rows x 128 columns, 128-byte swizzle
@@ -47,101 +41,100 @@ constexpr int kStageBytes = kRope + kRopeTile;
 constexpr int kQTile = kHeads * 128;  // Q in tiles like K's, kHeads rows each
 constexpr int kQRope = kLatentTiles * kQTile;
 constexpr int kQBytes = (kHeads * D_QK + 1023) / 1024 * 1024;  // the 128-byte swizzle repeats every 1,024 bytes
+constexpr u32 kQLines = (D_QK + 127) / 128;  // of L2, that a row of Q touches when it starts with one
 constexpr int kPBytes = kHeads * kBlock;
 constexpr int kTiles = kDv / 64;  // m64 tiles of O^T
 constexpr int kSteps = D_QK / 32;  // k-steps of S^T = K Q^T
 constexpr int kPartSteps = 6;      // of them are accumulated together
 constexpr int kParts = (kSteps + kPartSteps - 1) / kPartSteps;
-constexpr u32 kMaxParts = 16 * kWarpgroups;  // of an item: 16 CTAs are the largest cluster
+constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as many as there are registers for
+constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
+constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
+constexpr int kMaxSplits = 16;
 
-constexpr int kThreads = 128 * (kWarpgroups + 1);
-constexpr u32 kAttendRegisters = HEADS == 32 ? 232 : 152;
-constexpr u32 kProducerRegisters = HEADS == 32 ? 40 : 56;  // 128 x (3 x 152 + 56) and 128 x (2 x 232 + 40) <= 65,536
+constexpr int kThreads = 384;
+constexpr u32 kAttendRegisters = HEADS < 32 ? 208 : KV_SCALES ? 232 : 216;
+constexpr u32 kProducerRegisters = 504 - 2 * kAttendRegisters;  // 128 x 504: what a launch of 384 threads gives
 
 // Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
 constexpr u32 kAtK = 0;                                    // [kStages][kStageBytes]
-constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [kWarpgroups][kQBytes]
-constexpr u32 kAtP = kAtQ + kWarpgroups * kQBytes;         // [kWarpgroups][kPBytes]: 8 heads x 16 slots core matrices
-constexpr u32 kAtMaxima = kAtP + kWarpgroups * kPBytes;    // float [kWarpgroups][4 warps][kHeads]; sums, in the end
-constexpr u32 kAtTops = kAtMaxima + kWarpgroups * 16 * kHeads;     // float [kWarpgroups][4 warps][kHeads]
-constexpr u32 kAtWeight = kAtTops + kWarpgroups * 16 * kHeads;     // float [kWarpgroups][kHeads]
-constexpr u32 kAtKvScale = kAtWeight + kWarpgroups * 4 * kHeads;   // float [kStages][kBlock]
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [kQBytes]
+constexpr u32 kAtP = kAtQ + kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kAtExchange = kAtP + 2 * kPBytes;            // [2 warpgroups][kExchange]
+constexpr u32 kAtMaxima = kAtExchange + 2 * kExchange;     // float [2 warpgroups][kHeads][4 warps]; sums, in the end
+constexpr u32 kAtTops = kAtMaxima + 32 * kHeads;           // float [2 warpgroups][kHeads][4 warps]
+constexpr u32 kAtReference = kAtTops + 32 * kHeads;        // float [2 warpgroups][kHeads]
+constexpr u32 kAtShare = kAtReference + 8 * kHeads;        // float [2 warpgroups][kHeads]
+constexpr u32 kAtC = kAtShare + 8 * kHeads;                // float [2 warpgroups][kHeads]
+constexpr u32 kAtKvScale = kAtC + 8 * kHeads;              // float [kStages][kBlock]
 constexpr u32 kAtValid = kAtKvScale + kStages * kBlock * 4;  // u64 [kStages], bit r: slot r of the block is valid
 constexpr u32 kAtKFull = kAtValid + kStages * 8;           // mbarriers from here
 constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
 constexpr u32 kAtQFull = kAtKEmpty + kStages * 8;
-constexpr u32 kAtQEmpty = kAtQFull + kWarpgroups * 8;
-constexpr u32 kSharedBytes = kAtQEmpty + kWarpgroups * 8;
+constexpr u32 kAtQEmpty = kAtQFull + 8;
+constexpr u32 kSharedBytes = kAtQEmpty + 8;
 static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
 
-// Where an item is in parts, its warpgroups leave them here, over the stages they have used: O^T, float4 [kTiles][kGroups]
-// [128 threads]; statistics, float [3][kHeads]; and then the weight of every part of the cluster, float [kMaxParts][kHeads].
-constexpr u32 kPartBytes = kTiles * kGroups * 128 * 16;
-constexpr u32 kAtPart = kAtK;                              // [kWarpgroups][kPartBytes]
-constexpr u32 kAtStatistics = kAtPart + kWarpgroups * kPartBytes;  // [kWarpgroups][3][kHeads]
-constexpr u32 kAtWeights = kAtStatistics + kWarpgroups * 12 * kHeads;
-static_assert(kAtWeights + kMaxParts * kHeads * 4 <= kAtQ, "parts must fit into the stages");
+// A CTA of a split leaves its part here, over the stages it has used: O^T, float4 [kTiles][kGroups][128 threads], then its
+// statistics, float [3][kHeads], and the weight of each CTA's part, float [kMaxSplits][kHeads].
+constexpr u32 kAtPart = kAtK;
+constexpr u32 kAtStatistics = kAtPart + kTiles * kGroups * 128 * 16;
+constexpr u32 kAtWeights = kAtStatistics + 3 * kHeads * 4;
+static_assert(kAtWeights + kMaxSplits * kHeads * 4 <= kAtQ, "a part must fit into the stages");
 
-// Named barriers: 1 for all warpgroups that attend, 2, 3, 4 for each of them.
-constexpr u32 kAll = 1, kOwnBarrier = 2;
+// Named barriers: 1 for both attend warpgroups, 2 and 3 for each.
+constexpr u32 kBoth = 1, kOneOfThem = 2;
 
 // Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
 struct Memory {
   u32 base;
   DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
-  DEVICE u32 q(u32 group) const { return base + kAtQ + group * kQBytes; }
-  DEVICE u32 p(u32 group) const { return base + kAtP + group * kPBytes; }
-  DEVICE u32 maximum(u32 group, u32 warp, u32 head) const { return base + kAtMaxima + ((group * 4 + warp) * kHeads + head) * 4; }
-  DEVICE u32 top(u32 group, u32 warp, u32 head) const { return base + kAtTops + ((group * 4 + warp) * kHeads + head) * 4; }
-  DEVICE u32 weight(u32 group, u32 head) const { return base + kAtWeight + (group * kHeads + head) * 4; }
+  DEVICE u32 q() const { return base + kAtQ; }
+  DEVICE u32 p(u32 half) const { return base + kAtP + half * kPBytes; }
+  DEVICE u32 exchange(u32 half) const { return base + kAtExchange + half * kExchange; }
+  DEVICE u32 maximum(u32 half, u32 head, u32 warp) const { return base + kAtMaxima + ((half * kHeads + head) * 4 + warp) * 4; }
+  DEVICE u32 top(u32 half, u32 head, u32 warp) const { return base + kAtTops + ((half * kHeads + head) * 4 + warp) * 4; }
+  DEVICE u32 c(u32 half, u32 head) const { return base + kAtC + (half * kHeads + head) * 4; }
+  DEVICE u32 reference(u32 half, u32 head) const { return base + kAtReference + (half * kHeads + head) * 4; }
+  DEVICE u32 share(u32 half, u32 head) const { return base + kAtShare + (half * kHeads + head) * 4; }
   DEVICE u32 kv_scale(u32 slot, u32 row) const { return base + kAtKvScale + (slot * kBlock + row) * 4; }
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
-  DEVICE u32 q_full(u32 group) const { return base + kAtQFull + group * 8; }
-  DEVICE u32 q_empty(u32 group) const { return base + kAtQEmpty + group * 8; }
-  DEVICE u32 part(u32 group, u32 i) const { return base + kAtPart + group * kPartBytes + i * 16; }
-  DEVICE u32 statistic(u32 group, u32 which, u32 head) const {
-    return base + kAtStatistics + ((group * 3 + which) * kHeads + head) * 4;
-  }
-  DEVICE u32 weight_of_part(u32 part, u32 head) const { return base + kAtWeights + (part * kHeads + head) * 4; }
+  DEVICE u32 q_full() const { return base + kAtQFull; }
+  DEVICE u32 q_empty() const { return base + kAtQEmpty; }
+  DEVICE u32 part(u32 i) const { return base + kAtPart + i * 16; }
+  DEVICE u32 statistic(u32 which, u32 head) const { return base + kAtStatistics + (which * kHeads + head) * 4; }
+  DEVICE u32 weight(u32 split, u32 head) const { return base + kAtWeights + (split * kHeads + head) * 4; }
 };
 
-// What each warpgroup of a CTA computes. An item in parts is the only one of its cluster; else a warpgroup goes on with the
-// item `step` further. All of them, and the producer, walk through the rounds together: one item, or part, for each.
+// Which items this CTA computes: `splits` CTAs, a cluster, share one, and then a CTA has no other.
 struct Work {
-  int item, step, items, head_groups;
-  u32 part, parts;
+  int item, step, items, groups;
+  u32 split, splits;
 };
 
-DEVICE Work work_of(const PrefillParams& params, u32 warpgroup) {
-  Work work;
-  work.head_groups = (params.h_q + kHeads - 1) / kHeads;
-  work.items = params.s_q * work.head_groups;
-  const u32 ctas = params.ctas_per_item, own = opaque(blockIdx.x) * kWarpgroups + warpgroup;
-  work.parts = max(1u, ctas * kWarpgroups);
-  work.item = own / work.parts;
-  work.part = own % work.parts;
-  work.step = ctas > 0 ? work.items : gridDim.x * kWarpgroups;
-  return work;
+DEVICE Work work_of(const PrefillParams& params) {
+  const u32 splits = max(1, params.ctas_per_item);
+  const int groups = (params.h_q + kHeads - 1) / kHeads;
+  return {static_cast<int>(opaque(blockIdx.x) / splits), static_cast<int>(gridDim.x / splits), params.s_q * groups, groups,
+          blockIdx.x % splits, splits};
 }
 
-// The slots of a warpgroup in one round. A query without slots has no block, nor has a warpgroup without an item.
-struct Slots {
-  int token, first_head, length;
-  int begin, blocks;  // the first block and their number
+// The blocks of an item that fall to this CTA. A query without slots has none.
+struct Blocks {
+  int token, first_head, length, begin, end;
 };
 
-DEVICE Slots slots_of(const PrefillParams& params, const Work& work, int item) {
-  Slots slots{0, 0, 0, 0, 0};
-  if (item >= work.items) return slots;
-  slots.token = item / work.head_groups;
-  slots.first_head = item % work.head_groups * kHeads;
-  slots.length = length_of(params, slots.token);
-  const u32 blocks = (slots.length + kBlock - 1) / kBlock;
-  slots.begin = blocks * work.part / work.parts;
-  slots.blocks = blocks * (work.part + 1) / work.parts - slots.begin;
-  return slots;
+DEVICE Blocks blocks_of(const PrefillParams& params, const Work& work, int item) {
+  Blocks b;
+  b.token = item / work.groups;
+  b.first_head = item % work.groups * kHeads;
+  b.length = length_of(params, b.token);
+  const u32 blocks = (b.length + kBlock - 1) / kBlock;
+  b.begin = blocks * work.split / work.splits;
+  b.end = blocks * (work.split + 1) / work.splits;
+  return b;
 }
 
 // ---- producer --------------------------------------------------------------------------------------------------
@@ -149,35 +142,60 @@ DEVICE Slots slots_of(const PrefillParams& params, const Work& work, int item) {
 // Warp w gathers rows 16 w .. 16 w + 15 of each block. Eight lanes copy 128 contiguous bytes, a warp four rows. Rows of 576
 // bytes start at a 128-byte line or in the middle of one; copies keep to the lines, so an odd row is read as 64 + 4 x 128
 // bytes and an even one as 4 x 128 + 64. That is half again as fast as copies that straddle lines.
-//
-// The blocks of a round go into the ring in turn: block 0 of each warpgroup's slots, block 1 of each, ..., a warpgroup with
-// fewer being left out from then on.
 
 struct Producer {
   const PrefillParams& params;
   const Memory memory;
   const u32 lane, warp;
   Ring<kStages> stage;
+  u32 q_parity = 1;
 
-  DEVICE int load_index(const Slots& slots, int block) const {
+  DEVICE int load_index(int token, int length, int block) const {
     const int slot = block * kBlock + warp * 16 + (lane & 15);
-    return slot < slots.length ? __ldg(params.indices + slots.token * params.indices_stride + slot) : -1;
+    return slot < length ? __ldg(params.indices + token * params.indices_stride + slot) : -1;
   }
 
   // Q of an item, zeros for heads past h_q
-  DEVICE void load_q(u32 warpgroup, u32 parity, const Slots& slots) const {
-    mbarrier_wait(memory.q_empty(warpgroup), parity ^ 1);
-    const u8* source = params.q + slots.token * params.q_stride_token;
+  DEVICE void load_q(const Blocks& blocks) {
+    mbarrier_wait(memory.q_empty(), q_parity);
+    q_parity ^= 1;
+    const u8* source = params.q + blocks.token * params.q_stride_token;
 #pragma unroll 1
     for (u32 c = warp * 32 + lane; c < kHeads * (D_QK / 16); c += 128) {
-      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = slots.first_head + row;
+      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = blocks.first_head + row;
       const bool exists = head < static_cast<u32>(params.h_q);
       const u32 latent = chunk / 8 * kQTile + row * 128 + ((chunk ^ row) % 8 << 4);
       const u32 rope = kQRope + row * 64 + ((chunk ^ row >> 1) % 4 << 4);
-      cp_async_16(memory.q(warpgroup) + (chunk < kDv / 16 ? latent : rope),
+      cp_async_16(memory.q() + (chunk < kDv / 16 ? latent : rope),
                   source + (exists ? head : 0) * params.q_stride_head + chunk * 16, exists ? 16 : 0);
     }
-    cp_async_arrive(memory.q_full(warpgroup));
+    cp_async_arrive(memory.q_full());
+  }
+
+  // Q into L2, an item ahead
+  DEVICE void prefetch_q(const Blocks& blocks) const {
+    const u32 line = warp * 32 + lane, row = line / kQLines;
+    const int head = blocks.first_head + row;
+    if (row < kHeads && head < params.h_q) {
+      prefetch_l2(params.q + blocks.token * params.q_stride_token + head * params.q_stride_head +
+                  min(line % kQLines * 128, D_QK - 1u));
+    }
+    if constexpr (kHeads * kQLines > 128) {
+      const u32 more = line + 128;
+      if (more / kQLines < kHeads && blocks.first_head + static_cast<int>(more / kQLines) < params.h_q) {
+        prefetch_l2(params.q + blocks.token * params.q_stride_token +
+                    (blocks.first_head + more / kQLines) * params.q_stride_head + min(more % kQLines * 128, D_QK - 1u));
+      }
+    }
+  }
+
+  // With registers enough, a block's addresses are computed before its copies and kept: else each copy takes the
+  // registers of the last one's, and waits for it.
+  static constexpr bool kAddressesFirst = kProducerRegisters > 64;
+  template <typename T>
+  DEVICE static T kept(T x) {
+    if constexpr (kAddressesFirst) return opaque(x);
+    return x;
   }
 
   DEVICE const u8* row_of(int index) const {
@@ -195,35 +213,52 @@ struct Producer {
       store_shared_u16(memory.valid(slot) + warp * 2, valid);
       mbarrier_arrive(memory.k_full(slot));
     }
-    // Opaque, here and below: kept from block to block, what follows from it would not fit in registers.
-    const u32 row = opaque(lane) >> 3, eighth = opaque(lane) & 7;
     const u32 latent = memory.k(slot) + warp * 2048, rope = memory.k(slot) + kRope + warp * 1024;
+    const u8 *source[4], *half_source[2];
+    u32 first[4], last[4], bytes[4], half[2], half_bytes[2];
+    const auto copy_lines = [&](u32 pass) {
+#pragma unroll
+      for (u32 line = 0; line < 3; line++) {
+        cp_async_16(first[pass] + line * kLatentTile, source[pass] + line * 128, bytes[pass]);
+      }
+      cp_async_16(last[pass], source[pass] + 3 * 128, bytes[pass]);
+    };
 #pragma unroll
     for (u32 pass = 0; pass < 4; pass++) {
-      const u32 r = 4 * pass + row;
+      // Kept from block to block, what follows from the lane would not fit in few registers.
+      const u32 own_lane = kAddressesFirst ? lane : opaque(lane);
+      const u32 r = 4 * pass + (own_lane >> 3);
       const int i = __shfl_sync(~0u, index, r);
-      const u8* source = row_of(i);
-      const u32 bytes = i >= 0 ? 16 : 0;
-      // Lane `eighth` of a line copies chunk `chunk` + 8 line of the row: in an odd row, the last ones are rope.
-      const u32 odd = D_QK > kDv ? static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1 : 0;
-      const u32 chunk = eighth + 4 * odd;
-      source += chunk * 16;
-      const u32 first = latent + chunk / 8 * kLatentTile + r * 128 + ((chunk ^ r) % 8 << 4);
-#pragma unroll
-      for (u32 line = 0; line < 3; line++) cp_async_16(first + line * kLatentTile, source + line * 128, bytes);
-      const u32 last = chunk < 8 ? first + 3 * kLatentTile : rope + r * 64 + ((chunk ^ r >> 1) % 4 << 4);
-      cp_async_16(last, source + 3 * 128, bytes);
+      const u8* row = row_of(i);
+      // Lane l of a line copies chunk l + 8 line of the row: in an odd row shifted by 4, and the last ones are rope.
+      const u32 odd = D_QK > kDv ? static_cast<u32>(reinterpret_cast<u64>(row)) >> 6 & 1 : 0;
+      const u32 chunk = (own_lane & 7) + 4 * odd;
+      source[pass] = kept(row + chunk * 16);
+      bytes[pass] = i >= 0 ? 16 : 0;
+      first[pass] = kept(latent + chunk / 8 * kLatentTile + r * 128 + ((chunk ^ r) % 8 << 4));
+      last[pass] = kept(chunk < 8 ? first[pass] + 3 * kLatentTile : rope + r * 64 + ((chunk ^ r >> 1) % 4 << 4));
+      if (!kAddressesFirst) copy_lines(pass);
     }
     if constexpr (D_QK > kDv) {
-      const u32 quarter = opaque(lane) & 3;
+      const u32 rope_lane = kAddressesFirst ? lane : opaque(lane);
 #pragma unroll
       for (u32 pass = 0; pass < 2; pass++) {
-        const u32 r = 8 * pass + (opaque(lane) >> 2);
+        const u32 r = 8 * pass + (rope_lane >> 2), quarter = rope_lane & 3;
         const int i = __shfl_sync(~0u, index, r);
-        const u8* source = row_of(i);
-        const bool odd = static_cast<u32>(reinterpret_cast<u64>(source)) >> 6 & 1;
-        const u32 half = odd ? latent + r * 128 + ((quarter ^ r) % 8 << 4) : rope + r * 64 + ((quarter ^ r >> 1) % 4 << 4);
-        cp_async_16(half, source + (odd ? 0 : kDv) + quarter * 16, i >= 0 ? 16 : 0);
+        const u8* row = row_of(i);
+        const bool odd = static_cast<u32>(reinterpret_cast<u64>(row)) >> 6 & 1;
+        half_source[pass] = kept(row + (odd ? 0 : kDv) + quarter * 16);
+        half_bytes[pass] = i >= 0 ? 16 : 0;
+        half[pass] = kept(odd ? latent + r * 128 + ((quarter ^ r) % 8 << 4) : rope + r * 64 + ((quarter ^ r >> 1) % 4 << 4));
+        if (!kAddressesFirst) cp_async_16(half[pass], half_source[pass], half_bytes[pass]);
+      }
+    }
+    if constexpr (kAddressesFirst) {
+#pragma unroll
+      for (u32 pass = 0; pass < 4; pass++) copy_lines(pass);
+      if constexpr (D_QK > kDv) {
+#pragma unroll
+        for (u32 pass = 0; pass < 2; pass++) cp_async_16(half[pass], half_source[pass], half_bytes[pass]);
       }
     }
     if constexpr (kKvScales) {
@@ -233,63 +268,31 @@ struct Producer {
     stage.next();
   }
 
-  // Its slots of the next round, and the indices of their first block: on their way long before they are needed.
-  struct Stream {
-    Slots slots;
-    int item, index;
-    u32 q_parity;
-  };
-
-  DEVICE void advance(Stream& stream, const Work& work) const {
-    stream.item += work.step;
-    stream.slots = slots_of(params, work, stream.item);
-    stream.index = load_index(stream.slots, stream.slots.begin);
-  }
-
-  template <u32 w>
-  DEVICE void step(Stream& stream, int block, int blocks) {
-    if (block >= blocks) return;
-    // Q has one buffer for each warpgroup, and its last item's is in use to the end of that one's last S: asked for now, the
-    // wait is over when the stages of the blocks that follow are free.
-    if (block == min(kQAfter, blocks - 1)) {
-      load_q(w, stream.q_parity, stream.slots);
-      stream.q_parity ^= 1;
-    }
-    const int index = stream.index;
-    if (block + 1 < blocks) {
-      stream.index = load_index(stream.slots, stream.slots.begin + block + 1);
-    } else {
-      advance(stream, work_of(params, w));
-    }
-    gather(index);
-  }
-
-  DEVICE void run() {
-    const Work first = work_of(params, 0);
-    Stream streams[kWarpgroups];
-#pragma unroll
-    for (u32 w = 0; w < kWarpgroups; w++) {
-      const Work work = work_of(params, w);
-      streams[w] = {slots_of(params, work, work.item), work.item, 0, 0};
-      streams[w].index = load_index(streams[w].slots, streams[w].slots.begin);
-    }
-    for (int offset = 0; first.item + offset < first.items; offset += first.step) {
-      int blocks[kWarpgroups], most = 0;
-#pragma unroll
-      for (u32 w = 0; w < kWarpgroups; w++) {
-        blocks[w] = streams[w].slots.blocks;
-        most = max(most, blocks[w]);
+  DEVICE void run(const Work& work) {
+    int item = work.item;
+    if (item >= work.items) return;
+    Blocks blocks = blocks_of(params, work, item);
+    int index = load_index(blocks.token, blocks.length, blocks.begin);
+    while (true) {
+      item += work.step;
+      const bool more = item < work.items;
+      const Blocks next = more ? blocks_of(params, work, item) : Blocks{0, 0, 0, 0, 0};
+      if (more) prefetch_q(next);
+      for (int block = blocks.begin; block < blocks.end; block++) {
+        // Q has a single buffer, in use to the end of the last two S of the item before: when that wait is over, the
+        // stage of the third last block is about to be free.
+        if (block == blocks.begin + kQAfter) load_q(blocks);
+        // The indices of the next block are on their way while this one's rows are asked for.
+        const bool last = block + 1 == blocks.end;
+        const int ahead = load_index(last ? next.token : blocks.token, last ? next.length : blocks.length,
+                                     last ? next.begin : block + 1);
+        gather(index);
+        index = ahead;
       }
-#pragma unroll
-      for (u32 w = 0; w < kWarpgroups; w++) {
-        if (blocks[w] == 0) advance(streams[w], work_of(params, w));
-      }
-#pragma unroll 1
-      for (int block = 0; block < most; block++) {
-        step<0>(streams[0], block, blocks[0]);
-        step<1>(streams[1], block, blocks[1]);
-        if constexpr (kWarpgroups > 2) step<kWarpgroups - 1>(streams[kWarpgroups - 1], block, blocks[kWarpgroups - 1]);
-      }
+      if (blocks.end - blocks.begin <= kQAfter) load_q(blocks);
+      if (!more) break;
+      if (blocks.begin == blocks.end) index = load_index(next.token, next.length, next.begin);
+      blocks = next;
     }
   }
 };
@@ -303,24 +306,30 @@ struct Producer {
 struct Attend {
   const PrefillParams& params;
   const Memory memory;
-  const u32 lane, warp, group;
+  const u32 lane, warp, half;
   Ring<kStages> stage;
   u32 q_parity = 0;
   float o[kTiles][kHeads / 2];
-  float c[kOwn], reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
+  float reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
 
   DEVICE u32 head(u32 e) const { return 8 * (e / 2) + 2 * (lane & 3) + e % 2; }
   DEVICE u32 thread() const { return warp * 32 + lane; }
-  DEVICE void sync() const { barrier_sync(kOwnBarrier + group, 128); }
+  DEVICE void sync() const { barrier_sync(kOneOfThem + half, 128); }
 
-  DEVICE void start(const Slots& slots) {
-    const float kv_scale = kKvScales ? 1.f : __ldg(params.kv_scale);
-    const float* q_scale = params.q_scale + static_cast<i64>(slots.token) * params.q_scale_stride_token;
+  DEVICE float q_scale(int token, int h) const {
+    return __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
+                 min(h, params.h_q - 1) * params.q_scale_stride_head);
+  }
+  DEVICE float kv_scale_of_all() const { return kKvScales ? 1.f : __ldg(params.kv_scale); }
+
+  DEVICE void start(const Blocks& blocks) {
+    if (thread() < kHeads) {
+      const float scale = q_scale(blocks.token, blocks.first_head + thread()), kv_scale = kv_scale_of_all();
+      const bool good = is_scale(scale) && is_scale(kv_scale);
+      store_shared_float(memory.c(half, thread()), good ? params.sm_scale * scale * kv_scale * kLog2e : kBad);
+    }
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) {
-      const int h = min(slots.first_head + static_cast<int>(head(e)), params.h_q - 1);
-      const float scale = __ldg(q_scale + h * params.q_scale_stride_head);
-      c[e] = is_scale(scale) && is_scale(kv_scale) ? params.sm_scale * scale * kv_scale * kLog2e : kBad;
       reference[e] = kLowest;
       sum[e] = 0.f;
       top[e] = -kInfinity;
@@ -330,14 +339,16 @@ struct Attend {
 #pragma unroll
       for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = 0.f;
     }
-    sync();  // all four warps have used the weights of the item before
+    sync();  // c is there
+    mbarrier_wait(memory.q_full(), q_parity);
+    q_parity ^= 1;
   }
 
   // S^T = K[stage] Q^T, in parts of 192 columns, left in flight
   DEVICE void start_scores(float (&part)[kParts][kHeads / 2]) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     fence_async_shared();  // K and Q came by cp.async and are read by wgmma
-    const u32 k = memory.k(stage.slot), q = memory.q(group);
+    const u32 k = memory.k(stage.slot), q = memory.q();
     const u64 k_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), k);
     const u64 q_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), q);
     const u64 k_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), k + kRope);
@@ -362,26 +373,36 @@ struct Attend {
     }
   }
 
-  // S to logits in units of log2, plus log2 k where tokens have scales k: what P is a power of. `k_log2`: of the two slots.
-  DEVICE void to_exponents(float (&s)[kHeads / 2], float (&k_log2)[2]) {
-    const u64 valid = load_shared_u64(memory.valid(stage.slot)) >> (warp * 16 + (lane >> 2));
+  // -inf for the logits of invalid slots. Where tokens have scales k: also S to logits in units of log2, and log2 k added,
+  // what P is a power of; `k_log2` is that of the two slots.
+  DEVICE void mask_and_scale(float (&s)[kHeads / 2], float (&k_log2)[2]) {
+    const u64 all = load_shared_u64(memory.valid(stage.slot));
+    if constexpr (!kKvScales) {
+      if (__builtin_expect(all == ~0ull, 1)) return;
+    }
+    const u64 valid = all >> (warp * 16 + (lane >> 2));
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
       const bool in = valid >> 8 * r & 1;
       float k = 1.f;
-      k_log2[r] = 0.f;
       if constexpr (kKvScales) {
         k = load_shared_float(memory.kv_scale(stage.slot, warp * 16 + (lane >> 2) + 8 * r));
         k = !in ? 1.f : is_scale(k) ? k : kNan;
         k_log2[r] = log2_approx_subnormal(k);
       }
 #pragma unroll
-      for (u32 e = 0; e < kOwn; e++) {
-        float& x = s[e / 2 * 4 + 2 * r + e % 2];
-        x = in ? x * (c[e] * k) : -kInfinity;
-        if constexpr (kKvScales) {
-          top[e] = fmaxf(top[e], x);
-          x += k_log2[r];
+      for (u32 n = 0; n < kGroups; n++) {
+        float2 c = make_float2(1.f, 1.f);
+        if constexpr (kKvScales) c = load_shared_float2(memory.c(half, head(2 * n)));
+#pragma unroll
+        for (u32 e = 0; e < 2; e++) {
+          float& x = s[4 * n + 2 * r + e];
+          if constexpr (kKvScales) x *= (e ? c.y : c.x) * k;
+          if (!in) x = -kInfinity;
+          if constexpr (kKvScales) {
+            top[2 * n + e] = fmaxf(top[2 * n + e], x);
+            x += k_log2[r];
+          }
         }
       }
     }
@@ -409,38 +430,29 @@ struct Attend {
         x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], lanes));
       }
     }
-    if (first) store_shared_float((memory.*where)(group, warp, head(e)), x[0]);
+    if (first) store_shared_float((memory.*where)(half, head(e), warp), x[0]);
   }
 
   // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
-  DEVICE void move_references(const float (&s)[kHeads / 2], float (&factor)[kOwn]) {
+  DEVICE void move_references(const float (&s)[kHeads / 2], const float (&c)[kOwn], float (&factor)[kOwn]) {
     float most[kOwn];
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) most[e] = fmaxf(s[e / 2 * 4 + e % 2], s[e / 2 * 4 + 2 + e % 2]);
     store_over_slots(&Memory::maximum, most, [](float a, float b) { return fmaxf(a, b); });
     sync();
 #pragma unroll
-    for (u32 n = 0; n < kGroups; n++) {
-      float2 x = load_shared_float2(memory.maximum(group, 0, head(2 * n)));
-#pragma unroll
-      for (u32 w = 1; w < 4; w++) {
-        const float2 y = load_shared_float2(memory.maximum(group, w, head(2 * n)));
-        x.x = fmaxf(x.x, y.x);
-        x.y = fmaxf(x.y, y.y);
-      }
-#pragma unroll
-      for (u32 e = 0; e < 2; e++) {
-        float& ref = reference[2 * n + e];
-        const float moved = fmaxf(ref, (e ? x.y : x.x) - kHeadroom);
-        factor[2 * n + e] = exp2_approx(ref - moved);
-        ref = moved;
-      }
+    for (u32 e = 0; e < kOwn; e++) {
+      const float4 x = load_shared_float4(memory.maximum(half, head(e), 0));
+      const float moved = fmaxf(reference[e], fmaf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), c[e], -kHeadroom));
+      factor[e] = exp2_approx(reference[e] - moved);
+      reference[e] = moved;
     }
   }
 
-  // P = 2^(S - ref), to e4m3 and, transposed, to shared memory. Slots g and g + 8 of a warp's 16 become neighbours: a row
+  // P = 2^(c S - ref), to e4m3 and, transposed, to shared memory. Slots g and g + 8 of a warp's 16 become neighbours: a row
   // of P holds them in the order 0 8 1 9 ... 7 15.
-  DEVICE void write_p(const float (&s)[kHeads / 2], const float (&k_log2)[2], const float (&factor)[kOwn]) {
+  DEVICE void write_p(const float (&s)[kHeads / 2], const float (&c)[kOwn], const float (&k_log2)[2],
+                      const float (&factor)[kOwn]) {
     u32 packed[kGroups];
 #pragma unroll
     for (u32 n = 0; n < kGroups; n++) {
@@ -450,7 +462,7 @@ struct Attend {
         float added = 0.f;
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
-          const float exponent = s[4 * n + 2 * r + e] - reference[2 * n + e];
+          const float exponent = fmaf(s[4 * n + 2 * r + e], c[2 * n + e], -reference[2 * n + e]);
           x[2 * e + r] = exp2_approx(exponent);
           added += kKvScales ? exp2_approx(exponent - k_log2[r]) : x[2 * e + r];
         }
@@ -458,7 +470,7 @@ struct Attend {
       }
       packed[n] = pack_e4m3(x[0], x[1], x[2], x[3]);
     }
-    stmatrix_trans(memory.p(group) + warp * (16 * kHeads) + (lane & (kHeads - 1)) * 16, packed);
+    stmatrix_trans(memory.p(half) + warp * (16 * kHeads) + (lane & (kHeads - 1)) * 16, packed);
   }
 
   // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs
@@ -481,81 +493,89 @@ struct Attend {
     for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = fmaf(o[m][i], factor[i / 4 * 2 + i % 2], t[i]);
   }
 
-  // O^T = O^T factor + V[stage]^T P^T, one tile in flight while the one before it is added
-  DEVICE void multiply_values(u32 (&v)[2][2][4], const float (&factor)[kOwn]) {
-    const u64 p = descriptor(descriptor_shape(16 * kHeads, 128, Swizzle::none), memory.p(group));
-    float t[2][kHeads / 2];
+  // O^T = O^T factor + V[stage]^T P^T, kDepth tiles under way
+  DEVICE void multiply_values(u32 (&v)[kDepth][2][4], const float (&factor)[kOwn]) {
+    const u64 p = descriptor(descriptor_shape(16 * kHeads, 128, Swizzle::none), memory.p(half));
+    float t[kDepth][kHeads / 2];
 #pragma unroll
     for (u32 m = 0; m < kTiles; m++) {
-      part_columns(v[m & 1][0]);
-      part_columns(v[m & 1][1]);
+      auto& a = v[m % kDepth];
+      part_columns(a[0]);
+      part_columns(a[1]);
       wgmma_fence();
-      wgmma_registers<kHeads>(t[m & 1], v[m & 1][0], p, 0);
-      wgmma_registers<kHeads>(t[m & 1], v[m & 1][1], p + (32 * kHeads >> 4), 1);
+      wgmma_registers<kHeads>(t[m % kDepth], a[0], p, 0);
+      wgmma_registers<kHeads>(t[m % kDepth], a[1], p + (32 * kHeads >> 4), 1);
       wgmma_commit();
-      if (m > 0) wgmma_wait<1>();  // its V may be overwritten, its product is there
+      const u32 done = m + 1 - kDepth;  // the tile whose product is there, whose V may be overwritten, after the wait
+      if (m + 1 >= kDepth) wgmma_wait<kDepth - 1>();
       if (m + 1 < kTiles) {
-        load_v(v[m + 1 & 1][0], 0, m + 1);
-        load_v(v[m + 1 & 1][1], 1, m + 1);
+        load_v(v[(m + 1) % kDepth][0], 0, m + 1);
+        load_v(v[(m + 1) % kDepth][1], 1, m + 1);
       }
       if (m + 2 == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
-      if (m > 0) add(m - 1, t[m - 1 & 1], factor);
+      if (m + 1 >= kDepth) add(done, t[done % kDepth], factor);
     }
     wgmma_wait<0>();
-    add(kTiles - 1, t[kTiles - 1 & 1], factor);
+#pragma unroll
+    for (u32 m = kTiles + 1 - kDepth; m < kTiles; m++) add(m, t[m % kDepth], factor);
   }
 
   DEVICE void attend(bool last) {
-    float s[kHeads / 2], factor[kOwn], k_log2[2];
-    u32 v[2][2][4];
+    float s[kHeads / 2], c[kOwn], factor[kOwn], k_log2[2];
+    u32 v[kDepth][2][4];
     {
       float part[kParts][kHeads / 2];
       start_scores(part);
       load_v(v[0][0], 0, 0);  // V is the K tile: its first fragments are read under the product
       load_v(v[0][1], 1, 0);
+      // What turns S into logits in units of log2; with scales of tokens mask_and_scale does.
+#pragma unroll
+      for (u32 n = 0; n < kGroups; n++) {
+        const float2 x = kKvScales ? make_float2(1.f, 1.f) : load_shared_float2(memory.c(half, head(2 * n)));
+        c[2 * n] = x.x;
+        c[2 * n + 1] = x.y;
+      }
       wgmma_wait<0>();
       sum_parts(s, part);
     }
-    if (last) mbarrier_arrive(memory.q_empty(group));
-    to_exponents(s, k_log2);
-    move_references(s, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
-    write_p(s, k_log2, factor);
+    if (last) mbarrier_arrive(memory.q_empty());
+    mask_and_scale(s, k_log2);
+    move_references(s, c, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
+    write_p(s, c, k_log2, factor);
     fence_async_shared();  // P was stored by stmatrix and is read by wgmma
     sync();
     multiply_values(v, factor);
   }
 
-  // What is known of a head over some slots: log2 of the scale of its P, the sum of P, the largest logit.
+  // What both warpgroups know of a head when they meet: log2 of the scale of its P, the sum of P, the largest logit.
   struct Statistics {
     float reference, total, top;
   };
 
-  // Of head `thread()`, from what its warps know
-  DEVICE Statistics gather_statistics() {
-    store_over_slots(&Memory::maximum, sum, [](float a, float b) { return a + b; });
-    if (kKvScales) store_over_slots(&Memory::top, top, [](float a, float b) { return fmaxf(a, b); });
-    if (warp == 0 && lane < 4) {
+  DEVICE Statistics meet(u32 head) const {
+    Statistics x[2];
 #pragma unroll
-      for (u32 e = 0; e < kOwn; e++) store_shared_float(memory.weight(group, head(e)), reference[e]);
+    for (u32 w = 0; w < 2; w++) {
+      x[w].reference = load_shared_float(memory.reference(w, head));
+      const float4 sums = load_shared_float4(memory.maximum(w, head, 0));
+      x[w].total = (sums.x + sums.y) + (sums.z + sums.w);
+      x[w].top = x[w].reference + kHeadroom;
+      if constexpr (kKvScales) {
+        const float4 tops = load_shared_float4(memory.top(w, head, 0));
+        x[w].top = fmaxf(fmaxf(tops.x, tops.y), fmaxf(tops.z, tops.w));
+      }
     }
-    sync();
-    const u32 h = min(thread(), kHeads - 1);
-    Statistics x{load_shared_float(memory.weight(group, h)), 0.f, -kInfinity};
-#pragma unroll
-    for (u32 w = 0; w < 4; w++) {
-      x.total += load_shared_float(memory.maximum(group, w, h));
-      if (kKvScales) x.top = fmaxf(x.top, load_shared_float(memory.top(group, w, h)));
-    }
-    if (!kKvScales) x.top = x.reference + kHeadroom;
-    return x;
+    const float both = fmaxf(x[0].reference, x[1].reference);
+    // Rounded products: a fused one of the two would make the sum depend on which warpgroup had which blocks.
+    const float total = __fadd_rn(__fmul_rn(x[0].total, exp2_approx(x[0].reference - both)),
+                                  __fmul_rn(x[1].total, exp2_approx(x[1].reference - both)));
+    return {both, total, fmaxf(x[0].top, x[1].top)};
   }
 
   // The scale of V; NaN where a scale of head h is bad.
   DEVICE float value_scale(int token, int h) const {
-    const float q_scale = __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
-                                min(h, params.h_q - 1) * params.q_scale_stride_head);
-    const float v_scale = kKvScales ? 1.f : __ldg(params.kv_scale);
-    return is_scale(q_scale) && is_scale(v_scale) ? v_scale : kNan;
+    const float v_scale = kv_scale_of_all();
+    return is_scale(q_scale(token, h)) && is_scale(v_scale) ? v_scale : kNan;
   }
 
   DEVICE float denominator(const Statistics& x, int h) const {
@@ -580,133 +600,133 @@ struct Attend {
     if (h + 1 < params.h_q) out[kDv / 2] = pack_bf16(x.y, x.w);
   }
 
-  // The end of an item that this warpgroup has had to itself
-  DEVICE void finish(const Slots& slots) {
-    const Statistics x = gather_statistics();
-    if (thread() < kHeads) {
-      const int h = slots.first_head + thread();
-      const float v_scale = value_scale(slots.token, h);
-      store_statistics(slots.token, h, x, v_scale);
-      store_shared_float(memory.weight(group, thread()), x.total == 0.f ? 0.f : v_scale / denominator(x, h));
+  // The end of an item: the two warpgroups add up their parts, each 256 columns, and this CTA's part goes out, to the
+  // outputs or, where the item is split, to shared memory for the others of the cluster.
+  DEVICE void finish(const Blocks& blocks, const Work& work) {
+    store_over_slots(&Memory::maximum, sum, [](float a, float b) { return a + b; });
+    if (kKvScales) store_over_slots(&Memory::top, top, [](float a, float b) { return fmaxf(a, b); });
+    if (warp == 0 && lane < 4) {
+#pragma unroll
+      for (u32 e = 0; e < kOwn; e++) store_shared_float(memory.reference(half, head(e)), reference[e]);
+    }
+    barrier_sync(kBoth, 256);
+    const bool alone = work.splits == 1;
+    if (thread() < kHeads) {  // what this warpgroup's part is multiplied by
+      const Statistics x = meet(thread());
+      const int h = blocks.first_head + thread();
+      float share = exp2_approx(load_shared_float(memory.reference(half, thread())) - x.reference);
+      if (alone) {
+        const float v_scale = value_scale(blocks.token, h);
+        share = x.total == 0.f ? 0.f : share * v_scale / denominator(x, h);
+        if (half == 0) store_statistics(blocks.token, h, x, v_scale);
+      } else if (half == 0) {
+        store_shared_float(memory.statistic(0, thread()), x.reference);
+        store_shared_float(memory.statistic(1, thread()), x.total);
+        store_shared_float(memory.statistic(2, thread()), x.top);
+      }
+      store_shared_float(memory.share(half, thread()), share);
     }
     sync();
 #pragma unroll
-    for (u32 n = 0; n < kGroups; n++) {
-      const float2 w = load_shared_float2(memory.weight(group, head(2 * n)));
-#pragma unroll
-      for (u32 m = 0; m < kTiles; m++) {
-        const float* x = o[m] + 4 * n;
-        store_out(slots.token, slots.first_head + head(2 * n), m, warp, lane >> 2,
-                  make_float4(x[0] * w.x, x[1] * w.y, x[2] * w.x, x[3] * w.y));
-      }
-    }
-  }
-
-  // The end of an item in parts: each is left in shared memory, and all warpgroups of the cluster add up some of the
-  // columns of all parts, in the order of the slots.
-  DEVICE void finish_part(const Slots& slots, const Work& work) {
-    const Statistics x = gather_statistics();
-    barrier_sync(kAll, 128 * kWarpgroups);  // nobody needs the stages any more
-    if (thread() < kHeads) {
-      store_shared_float(memory.statistic(group, 0, thread()), x.reference);
-      store_shared_float(memory.statistic(group, 1, thread()), x.total);
-      store_shared_float(memory.statistic(group, 2, thread()), x.top);
-    }
-#pragma unroll
-    for (u32 m = 0; m < kTiles; m++) {
+    for (u32 round = 0; round < kTiles / 2; round += kRoundTiles) {
+      // Tiles 0 .. 3 end in warpgroup 0, 4 .. 7 in warpgroup 1. A tile's place in o must be known when compiling.
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
-        const float* x = o[m] + 4 * n;
-        store_shared_float4(memory.part(group, (m * kGroups + n) * 128 + thread()), x[0], x[1], x[2], x[3]);
-      }
-    }
-    cluster_sync();
-    const u32 cta = work.part / kWarpgroups, ctas = work.parts / kWarpgroups;
-    const u32 first = group * 128 + thread();
-    for (u32 at = first; at < work.parts * kHeads; at += 128 * kWarpgroups) {
-      weigh_part(slots, work.parts, at / kHeads, at % kHeads, cta == 0);
-    }
-    barrier_sync(kAll, 128 * kWarpgroups);
-    for (u32 at = cta * (128 * kWarpgroups) + first; at < kTiles * kGroups * 128; at += ctas * (128 * kWarpgroups)) {
-      add_parts(slots, work.parts, at);
-    }
-    cluster_sync();  // a CTA must not exit while its parts are read
-  }
-
-  DEVICE u32 statistic_of_part(u32 part, u32 which, u32 head) const {
-    return cluster_address(memory.statistic(part % kWarpgroups, which, head), part / kWarpgroups);
-  }
-
-  // What the O^T of one part is multiplied by, for one head; `store`: part 0 says what max_logits and lse are.
-  DEVICE void weigh_part(const Slots& slots, u32 parts, u32 own, u32 head, bool store) const {
-    Statistics all{kLowest, 0.f, -kInfinity};
-    for (u32 part = 0; part < parts; part++) {
-      all.reference = fmaxf(all.reference, load_cluster_float(statistic_of_part(part, 0, head)));
-    }
-    float to_all = 0.f;
-    for (u32 part = 0; part < parts; part++) {
-      const float factor = exp2_approx(load_cluster_float(statistic_of_part(part, 0, head)) - all.reference);
-      all.total = fmaf(load_cluster_float(statistic_of_part(part, 1, head)), factor, all.total);
-      all.top = fmaxf(all.top, load_cluster_float(statistic_of_part(part, 2, head)));
-      if (part == own) to_all = factor;
-    }
-    const int h = slots.first_head + head;
-    const float v_scale = value_scale(slots.token, h);
-    store_shared_float(memory.weight_of_part(own, head), all.total == 0.f ? 0.f : to_all * v_scale / denominator(all, h));
-    if (store && own == 0) store_statistics(slots.token, h, all, v_scale);
-  }
-
-  // The float4 at place `at` of each part, weighted and summed: two columns of two heads of out
-  DEVICE void add_parts(const Slots& slots, u32 parts, u32 at) const {
-    const u32 m = at / (kGroups * 128), n = at / 128 % kGroups, owner = at % 128;
-    const u32 head = 8 * n + 2 * (owner & 3);
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
-    for (u32 part = 0; part < parts; part++) {
-      const float4 y = load_cluster_float4(cluster_address(memory.part(part % kWarpgroups, at), part / kWarpgroups));
-      const float2 w = load_shared_float2(memory.weight_of_part(part, head));
-      x = make_float4(fmaf(y.x, w.x, x.x), fmaf(y.y, w.y, x.y), fmaf(y.z, w.x, x.z), fmaf(y.w, w.y, x.w));
-    }
-    store_out(slots.token, slots.first_head + head, m, owner >> 5, owner >> 2 & 7, x);
-  }
-
-  DEVICE void run() {
-    const Work work = work_of(params, group), first = work_of(params, 0);
-    for (int offset = 0; first.item + offset < work.items; offset += work.step) {
-      const Slots slots = slots_of(params, work, work.item + offset);
-      int blocks[kWarpgroups];  // of all, to know where in the ring this one's blocks are
-      u32 before = 0, sum_of_all = 0;
+        const float2 share = load_shared_float2(memory.share(half, head(2 * n)));
 #pragma unroll
-      for (u32 w = 0; w < kWarpgroups; w++) {
-        const Work other = work_of(params, w);
-        blocks[w] = slots_of(params, other, other.item + offset).blocks;
-        sum_of_all += blocks[w];
-        if (w < group && blocks[w] > 0) before++;
-      }
-      const Ring<kStages> round = stage;
-      if (work.item + offset < work.items) {
-        start(slots);
-        stage.advance(before);
-        if (slots.blocks > 0) {
-          mbarrier_wait(memory.q_full(group), q_parity);
-          q_parity ^= 1;
-        }
-        for (int block = 0; block < slots.blocks; block++) {
-          attend(block + 1 == slots.blocks);
-          u32 to_next = 1;
-#pragma unroll
-          for (u32 w = 0; w < kWarpgroups; w++) {
-            if (w != group && blocks[w] > block + (w < group)) to_next++;
+        for (u32 i = 0; i < kRoundTiles; i++) {
+          const float* low = o[round + i] + 4 * n;
+          const float* high = o[round + i + kTiles / 2] + 4 * n;
+          const u32 given = memory.exchange(half) + ((i * kGroups + n) * 128 + thread()) * 16;
+          if (half == 0) {
+            store_shared_float4(given, high[0] * share.x, high[1] * share.y, high[2] * share.x, high[3] * share.y);
+          } else {
+            store_shared_float4(given, low[0] * share.x, low[1] * share.y, low[2] * share.x, low[3] * share.y);
           }
-          stage.advance(to_next);
-        }
-        if (params.ctas_per_item > 0) {
-          finish_part(slots, work);
-        } else {
-          finish(slots);
         }
       }
-      stage = round;
-      stage.advance(sum_of_all);
+      barrier_sync(kBoth, 256);
+#pragma unroll
+      for (u32 n = 0; n < kGroups; n++) {
+        const float2 share = load_shared_float2(memory.share(half, head(2 * n)));
+#pragma unroll
+        for (u32 i = 0; i < kRoundTiles; i++) {
+          const u32 m = round + i + half * (kTiles / 2);
+          float4 x = load_shared_float4(memory.exchange(half ^ 1) + ((i * kGroups + n) * 128 + thread()) * 16);
+          float own[4];
+#pragma unroll
+          for (u32 k = 0; k < 4; k++) {
+            const float mine = half == 0 ? o[round + i][4 * n + k] : o[round + i + kTiles / 2][4 * n + k];
+            own[k] = __fmul_rn(mine, k % 2 ? share.y : share.x);
+          }
+          x = make_float4(__fadd_rn(x.x, own[0]), __fadd_rn(x.y, own[1]), __fadd_rn(x.z, own[2]), __fadd_rn(x.w, own[3]));
+          if (alone) {
+            store_out(blocks.token, blocks.first_head + head(2 * n), m, warp, lane >> 2, x);
+          } else {
+            store_shared_float4(memory.part((m * kGroups + n) * 128 + thread()), x.x, x.y, x.z, x.w);
+          }
+        }
+      }
+      if (round + kRoundTiles < kTiles / 2) barrier_sync(kBoth, 256);
+    }
+    if (!alone) combine(blocks, work);
+  }
+
+  // Adds up the parts of a split item in the order of the CTAs, each CTA some of the columns.
+  DEVICE void combine(const Blocks& blocks, const Work& work) const {
+    cluster_sync();
+    const u32 first = half * 128 + thread();
+    for (u32 at = first; at < work.splits * kHeads; at += 256) {
+      const u32 own = at / kHeads, head = at % kHeads;
+      const int h = blocks.first_head + head;
+      Statistics x{kLowest, 0.f, -kInfinity};
+      for (u32 split = 0; split < work.splits; split++) {
+        x.reference = fmaxf(x.reference, load_cluster_float(cluster_address(memory.statistic(0, head), split)));
+      }
+      float scale = 0.f;
+      for (u32 split = 0; split < work.splits; split++) {
+        const float to_all = exp2_approx(load_cluster_float(cluster_address(memory.statistic(0, head), split)) - x.reference);
+        x.total = fmaf(load_cluster_float(cluster_address(memory.statistic(1, head), split)), to_all, x.total);
+        x.top = fmaxf(x.top, load_cluster_float(cluster_address(memory.statistic(2, head), split)));
+        if (split == own) scale = to_all;
+      }
+      const float v_scale = value_scale(blocks.token, h);
+      store_shared_float(memory.weight(own, head), x.total == 0.f ? 0.f : scale * v_scale / denominator(x, h));
+      if (work.split == 0 && own == 0) store_statistics(blocks.token, h, x, v_scale);
+    }
+    barrier_sync(kBoth, 256);
+    for (u32 at = work.split * 256 + first; at < kTiles * kGroups * 128; at += work.splits * 256) {
+      const u32 m = at / (kGroups * 128), n = at / 128 % kGroups, owner = at % 128;
+      const u32 head = 8 * n + 2 * (owner & 3);
+      float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+      for (u32 split = 0; split < work.splits; split++) {
+        const float4 y = load_cluster_float4(cluster_address(memory.part(at), split));
+        const float2 w = load_shared_float2(memory.weight(split, head));
+        x.x = fmaf(y.x, w.x, x.x);
+        x.y = fmaf(y.y, w.y, x.y);
+        x.z = fmaf(y.z, w.x, x.z);
+        x.w = fmaf(y.w, w.y, x.w);
+      }
+      store_out(blocks.token, blocks.first_head + head, m, owner >> 5, owner >> 2 & 7, x);
+    }
+    cluster_sync();  // a CTA must not exit while its part is read
+  }
+
+  DEVICE void run(const Work& work) {
+    // The warpgroup that takes an item's first block alternates, so that both work where items have a single one.
+    u32 turn = half;
+    for (int item = work.item; item < work.items; item += work.step, turn ^= 1) {
+      const Blocks blocks = blocks_of(params, work, item);
+      const int count = blocks.end - blocks.begin;
+      start(blocks);
+      if (turn == 1 && count > 0) stage.next();
+      if (turn >= count) mbarrier_arrive(memory.q_empty());
+      for (int b = turn; b < count; b += 2) {
+        attend(b + 2 >= count);
+        stage.next();
+        if (b + 1 < count) stage.next();
+      }
+      finish(blocks, work);
     }
   }
 };
@@ -724,18 +744,16 @@ extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill_few
       mbarrier_init(memory.k_full(i), 128 + 4);  // producer: copies of all threads, and what its four warps store
       mbarrier_init(memory.k_empty(i), 128);     // the warpgroup that used it
     }
-    for (u32 i = 0; i < kWarpgroups; i++) {
-      mbarrier_init(memory.q_full(i), 128);   // producer
-      mbarrier_init(memory.q_empty(i), 128);  // the warpgroup
-    }
+    mbarrier_init(memory.q_full(), 128);   // producer
+    mbarrier_init(memory.q_empty(), 256);  // both warpgroups
     fence_mbarrier_init();
   }
   __syncthreads();
-  if (role == kWarpgroups) {
+  if (role == 2) {
     set_max_registers_down<kProducerRegisters>();
-    Producer{params, memory, lane, warp, {}}.run();
+    Producer{params, memory, lane, warp, {}}.run(work_of(params));
   } else {
     set_max_registers_up<kAttendRegisters>();
-    Attend{params, memory, lane, warp, role, {}}.run();
+    Attend{params, memory, lane, warp, role, {}}.run(work_of(params));
   }
 }

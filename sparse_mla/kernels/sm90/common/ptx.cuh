@@ -19,6 +19,12 @@ DEVICE u32 opaque(u32 x) {
   return x;
 }
 
+// The same for a pointer.
+DEVICE const u8* opaque(const u8* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 // ---- shared-memory loads and stores by address -----------------------------------------------------------------
 
 DEVICE u64 load_shared_u64(u32 shared) {
@@ -148,6 +154,9 @@ DEVICE void cp_async_16(u32 shared, const void* global, u32 bytes) {
 DEVICE void cp_async_4(u32 shared, const void* global, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
 }
+
+// Asks for a line of global memory to be brought into L2.
+DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 DEVICE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
