@@ -27,14 +27,16 @@ DEVICE_CAPABILITY_MINOR = 76
 DEVICE_MAX_SHARED_OPTIN = 97
 FUNCTION_STATIC_SHARED = 1
 FUNCTION_MAX_DYNAMIC_SHARED = 8
-FUNCTION_ANY_CLUSTER_SIZE = 14
 LAUNCH_CLUSTER_DIMENSION = 4
-
 
 # CUlaunchConfig: grid, block, dynamic shared memory, padding, stream, address and number of the
 # attributes; and one CUlaunchAttribute: which, padding, the cluster's dimensions.
 _CONFIG = struct.Struct("<7I4xQQI4x")
 _CLUSTER = struct.Struct("<I4x3I52x")
+
+
+class DriverCallError(Exception):
+    """A driver function returned something else than success; the text is the driver's."""
 
 
 class _Launch(threading.local):
@@ -146,8 +148,6 @@ class Kernel:
                     function, FUNCTION_MAX_DYNAMIC_SHARED, self.max_dynamic_smem
                 )
             )
-            # A cluster of more than eight CTAs is allowed only to a function that asks for it.
-            done(library.cuFuncSetAttribute(function, FUNCTION_ANY_CLUSTER_SIZE, 1))
         self._function = function
         self._context = context.value
 

@@ -29,6 +29,25 @@ class Params(ctypes.Structure):
     _fields_ = (("x", ctypes.c_void_p), ("count", ctypes.c_int))
 
 
+class LaunchAttribute(ctypes.Structure):
+    """``CUlaunchAttribute`` of cuda.h."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_uint * 16))
+
+
+class LaunchConfig(ctypes.Structure):
+    """``CUlaunchConfig`` of cuda.h."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("smem", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(LaunchAttribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class StandIn:
     """Two devices, a stack of contexts for each thread, and a log of what was asked."""
 
@@ -108,20 +127,22 @@ class StandIn:
         self.most_shared[function.value] = value
         return 0
 
-    def cuLaunchKernel(self, function, *rest) -> int:
-        *sizes, smem, stream, parameters, extra = rest
+    def cuLaunchKernelEx(self, config, function, parameters, extra) -> int:
+        config = LaunchConfig.from_buffer_copy(config)
         device = function.value - FUNCTION
         if self.stack[-1] != CONTEXT + device:
             return 400
-        if smem > self.most_shared.get(function.value, 48 * 1024):
+        if config.smem > self.most_shared.get(function.value, 48 * 1024):
             return 1
         params = ctypes.cast(parameters._obj.value, ctypes.POINTER(Params)).contents
+        attributes = [config.attributes[i] for i in range(config.count)]
         self.launches.append(
             {
                 "device": device,
-                "sizes": tuple(sizes),
-                "smem": smem,
-                "stream": stream.value,
+                "sizes": (*config.grid, *config.block),
+                "smem": config.smem,
+                "stream": config.stream,
+                "attributes": [(a.id, *a.value[:3]) for a in attributes],
                 "params": (params.x, params.count),
                 "extra": extra,
             }
@@ -145,8 +166,8 @@ PARAMS = Params(0x7F0012345678, 7)
 STREAM = 0x7F0000AABBCC
 
 
-def launch(kernel: jit_driver.Kernel, smem: int = 0) -> None:
-    kernel.launch((132, 2, 3), (384, 1, 1), smem, STREAM, ctypes.addressof(PARAMS))
+def launch(kernel: jit_driver.Kernel, smem: int = 0, **cluster: int) -> None:
+    kernel.launch((132, 2, 3), (384, 1, 1), smem, STREAM, ctypes.addressof(PARAMS), **cluster)
 
 
 def test_launch_hands_everything_on(driver: StandIn) -> None:
@@ -158,10 +179,37 @@ def test_launch_hands_everything_on(driver: StandIn) -> None:
             "sizes": (132, 2, 3, 384, 1, 1),
             "smem": 200_000,
             "stream": STREAM,
+            "attributes": [],
             "params": (0x7F0012345678, 7),
             "extra": None,
         }
     ]
+
+
+def test_launch_in_clusters(driver: StandIn) -> None:
+    """CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION is 4; the next launch has no cluster of this one."""
+    driver.stack.append(CONTEXT)
+    kernel = load(VARIANT, 0)
+    launch(kernel, cluster=4)
+    launch(kernel)
+    assert [done["attributes"] for done in driver.launches] == [[(4, 4, 1, 1)], []]
+    assert driver.launches[0]["sizes"] == driver.launches[1]["sizes"] == (132, 2, 3, 384, 1, 1)
+
+
+def test_threads_do_not_write_into_each_others_launch(driver: StandIn) -> None:
+    driver.stack.append(CONTEXT)
+    kernel = load(VARIANT, 0)
+
+    def many(cluster: int) -> None:
+        for _ in range(200):
+            launch(kernel, smem=cluster, cluster=cluster)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(many, (1, 2, 4, 8)))
+    assert len(driver.launches) == 800
+    for done in driver.launches:
+        cluster = done["smem"]
+        assert done["attributes"] == ([(4, cluster, 1, 1)] if cluster > 1 else [])
 
 
 def test_what_a_kernel_knows_of_its_device(driver: StandIn) -> None:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from sparse_mla import BackendError, jit
-from sparse_mla.backends import sm90
+from sparse_mla.backends import sm90, sm90_plan
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import Case, make_inputs, make_problem
 
@@ -29,7 +29,7 @@ SHARED = 232448
 LINES = 800
 
 SOURCES = sorted(p for p in jit.KERNELS.rglob("*") if p.suffix in (".cu", ".cuh"))
-PREFILL = (jit.KERNELS / "sm90/prefill.cuh").read_text()
+PROBLEM = (jit.KERNELS / "sm90/common/problem.cuh").read_text()
 VARIANTS = {variant.name: variant for variant in sm90.variants()}
 
 
@@ -49,71 +49,117 @@ def compiled(variant: jit.Variant) -> jit.Compiled:
         raise
 
 
-def register_budgets(source: str) -> dict[str, int]:
-    """What each role of the kernel sets its registers to, by role."""
-    found = dict(re.findall(r"\bk(Producer|Score|Value)Registers = (\d+)", source))
-    assert set(found) == {"Producer", "Score", "Value"}, "the kernel's roles changed: see here"
-    return {role: int(count) for role, count in found.items()}
+ROLES = {
+    "sm90/prefill.cuh": "kProducerRegisters + kScoreRegisters + 2 * kValueRegisters",
+    "sm90/prefill_few_heads.cuh": "kProducerRegisters + 2 * kAttendRegisters",
+}
+"""Registers a lane of all warpgroups of a CTA, by source."""
 
 
-def faults(variant: jit.Variant) -> list[str]:
-    """What would make a compiled variant slow, or keep it from launching."""
-    result = compiled(variant)
+def claims(variant: jit.Variant) -> list[str]:
+    """What the host side takes for granted about a kernel, as C++."""
+    part = sm90_plan.Part(int(variant.defines["HEADS"]), 0, 1)
+    # A launch gives each thread the same number of registers, a multiple of eight. What
+    # setmaxnreg asks for beyond their sum never comes: the kernel hangs.
+    launched = REGISTERS // part.threads // 8 * 8 * part.threads
+    _, size = struct_layout(PROBLEM)
+    return [
+        f"sizeof(PrefillParams) == {size}",
+        f"kThreads == {part.threads}",
+        f"kHeads == {part.heads_per_item}",
+        f"kSharedBytes <= {sm90.SHARED_BYTES}",
+        f"128 * ({ROLES[variant.source]}) <= {launched}",
+    ]
+
+
+def faults(variant: jit.Variant, folder: Path) -> list[str]:
+    """What would make a variant slow, or keep it from launching, found by compiling it."""
+    if not (folder / "sm90").exists():
+        shutil.copytree(variant.root / "sm90", folder / "sm90")
+    asserts = "".join(f"static_assert({claim});\n" for claim in claims(variant))
+    (folder / "probe.cu").write_text(f'#include "{variant.source}"\n{asserts}')
+    try:
+        result = compiled(replace(variant, root=folder, source="probe.cu"))
+    except BackendError as failure:
+        return [line for line in str(failure).splitlines() if "error" in line or "assert" in line]
     used = result.resources
     found = list(result.wgmma_messages)
     if used.spill_stores or used.spill_loads or used.stack:
         found.append(f"spills: {used}")
-    if used.registers * sm90.THREADS > REGISTERS:
-        found.append(f"{used.registers} registers a thread do not launch")
+    threads = sm90_plan.Part(int(variant.defines["HEADS"]), 0, 1).threads
+    if used.registers != REGISTERS // threads // 8 * 8:
+        found.append(f"{used.registers} registers a thread are not what the roles count on")
     if used.smem + sm90.SHARED_BYTES > SHARED:
         found.append(f"{used.smem} + {sm90.SHARED_BYTES} bytes of shared memory do not launch")
-    budgets = register_budgets((variant.root / variant.source).read_text())
-    warpgroups = 2 * budgets["Value"] + budgets["Score"] + budgets["Producer"]
-    launched = -(-used.registers // 8) * 8 * sm90.THREADS
-    if 128 * warpgroups > launched:
-        found.append(f"roles want {128 * warpgroups} registers of {launched}: setmaxnreg hangs")
     return found
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variant(name: str) -> None:
-    assert faults(VARIANTS[name]) == []
+def test_variant(name: str, tmp_path: Path) -> None:
+    assert faults(VARIANTS[name], tmp_path) == []
 
 
-def changed(variant: jit.Variant, old: str, new: str, folder: Path) -> jit.Variant:
-    """The variant with every match of a pattern in its source replaced."""
+def spoilt(variant: jit.Variant, old: str, new: str, folder: Path) -> None:
+    """The sources in ``folder``, with every match of a pattern in the variant's replaced."""
     shutil.copytree(variant.root / "sm90", folder / "sm90")
     source = folder / variant.source
     text, count = re.subn(old, new, source.read_text())
     assert count, f"{old} is not in the source any more"
     source.write_text(text)
-    return replace(variant, root=folder)
+
+
+WIDE, FEW = "prefill-h64-d576", "prefill-h16-d576"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "fault"),
+    ("name", "old", "new", "fault"),
     [
-        pytest.param(r"kScoreRegisters = \d+", "kScoreRegisters = 88", "spills", id="spills"),
-        pytest.param(r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7511", id="no-pipeline"),
-        pytest.param(r"\bwgmma_wait<\d>\(\);", "", "C751", id="no-wait-for-wgmma"),
+        pytest.param(WIDE, r"kScoreRegisters = \d+", "kScoreRegisters = 88", "spills", id="spills"),
         pytest.param(
-            r"kValueRegisters = \d+", "kValueRegisters = 232", "setmaxnreg hangs", id="over-budget"
+            WIDE, r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7511", id="no-pipeline"
+        ),
+        pytest.param(WIDE, r"\bwgmma_wait<\d>\(\);", "", "C751", id="no-wait-for-wgmma"),
+        pytest.param(
+            WIDE, r"kValueRegisters = \d+", "kValueRegisters = 232", "Registers", id="over-budget"
+        ),
+        pytest.param(
+            FEW,
+            r"kProducerRegisters = [^;]+;",
+            "kProducerRegisters = 96;",
+            "Registers",
+            id="few-heads-over-budget",
+        ),
+        pytest.param(
+            FEW, r"kThreads = 384", "kThreads = 512", "kThreads", id="few-heads-other-threads"
+        ),
+        pytest.param(
+            "prefill-h32-d576",
+            r"kAttendRegisters = [^;]+;",
+            "kAttendRegisters = 168;",
+            "spills",
+            id="few-heads-spills",
         ),
     ],
 )
-def test_a_fault_is_found(old: str, new: str, fault: str, tmp_path: Path) -> None:
+def test_a_fault_is_found(name: str, old: str, new: str, fault: str, tmp_path: Path) -> None:
     """The kernel, spoilt."""
-    found = faults(changed(VARIANTS["prefill-h64-d576"], old, new, tmp_path))
+    spoilt(VARIANTS[name], old, new, tmp_path)
+    found = faults(VARIANTS[name], tmp_path)
     assert any(fault in text for text in found), found
 
 
-def test_more_shared_memory_than_there_is_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_shared_memory_than_there_is_is_found(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(sm90, "SHARED_BYTES", SHARED + 16)
-    assert any("shared memory" in text for text in faults(VARIANTS["prefill-h64-d512"]))
+    assert any("shared memory" in text for text in faults(VARIANTS["prefill-h64-d512"], tmp_path))
 
 
-def test_both_widths_have_a_variant() -> None:
-    assert {v.defines["D_QK"] for v in sm90.variants()} == {512, 576}
+def test_there_is_a_variant_for_every_item_and_width() -> None:
+    assert {(v.defines["HEADS"], v.defines["D_QK"]) for v in VARIANTS.values()} == {
+        (heads, d_qk) for heads in (8, 16, 32, 64) for d_qk in (512, 576)
+    }
+    assert len(VARIANTS) == len(sm90.variants())
 
 
 # The struct of a launch
@@ -145,20 +191,24 @@ def struct_layout(source: str) -> tuple[list[Field], int]:
     return fields, -(-offset // widest) * widest
 
 
-def packed(problem: PrefillProblem, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    """The struct that a launch of ``problem`` hands to the driver."""
+def packed(problem: PrefillProblem, part: sm90_plan.Part, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """The struct that a launch of one part of ``problem`` hands to the driver."""
     seen: list[bytes] = []
 
     class Launch:
-        name = "none"
+        multiprocessors = 132
 
-        def launch(self, grid: Any, block: Any, smem: int, stream: int, address: int) -> None:
-            assert (block, smem) == ((sm90.THREADS, 1, 1), sm90.SHARED_BYTES)
+        def launch(
+            self, grid: Any, block: Any, smem: int, stream: int, address: int, cluster: int
+        ) -> None:
+            assert grid == (part.ctas(problem.s_q, 132), 1, 1)
+            assert (block, smem) == ((part.threads, 1, 1), sm90.SHARED_BYTES)
+            assert cluster == part.ctas_per_item
             seen.append(ctypes.string_at(address, sm90.PARAMS.size))
 
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    launch: Any = Launch()
-    sm90._launch(launch, 1, problem, 0)
+    monkeypatch.setattr(sm90.jit, "load", lambda variant, device: Launch())
+    sm90.launch(problem, part)
     return seen[0]
 
 
@@ -183,9 +233,11 @@ def test_each_field_is_packed_where_the_kernel_reads_it(
         "h_q": 5,
         "topk": 9,
         "sm_scale": ctypes.c_float(problem.sm_scale).value,
+        "out_heads": 5,
+        "ctas_per_item": 1,
     }
-    data = packed(problem, monkeypatch)
-    fields, size = struct_layout(PREFILL)
+    data = packed(problem, sm90_plan.Part(8, 0, 5), monkeypatch)
+    fields, size = struct_layout(PROBLEM)
     assert len(data) == size
     got = {
         name: CTYPES.get(kind, ctypes.c_uint64).from_buffer_copy(data, offset).value
@@ -195,19 +247,35 @@ def test_each_field_is_packed_where_the_kernel_reads_it(
     assert set(expected) <= set(got)
 
 
-def test_the_kernel_has_the_sizes_of_its_launch(tmp_path: Path) -> None:
-    _, size = struct_layout(PREFILL)
-    claims = [
-        f"sizeof(PrefillParams) == {size}",
-        f"kThreads == {sm90.THREADS}",
-        f"kHeads == {sm90.HEADS}",
-        f"kSharedBytes <= {sm90.SHARED_BYTES}",
-    ]
-    shutil.copytree(jit.KERNELS / "sm90", tmp_path / "sm90")
-    asserts = "".join(f"static_assert({claim});\n" for claim in claims)
-    (tmp_path / "probe.cu").write_text(f'#include "sm90/prefill.cuh"\n{asserts}')
-    for variant in sm90.variants():
-        compiled(replace(variant, root=tmp_path, source="probe.cu"))
+def test_a_part_starts_at_its_first_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What differs between the launch of all 5 heads and that of the last two."""
+    case = Case("part", s_q=3, s_kv=70, h_q=5, topk=640, sink="normal", scales="token-head")
+    problem = make_problem(make_inputs(case))
+    fields, _ = struct_layout(PROBLEM)
+    everything = packed(problem, sm90_plan.Part(8, 0, 5), monkeypatch)
+    part = packed(problem, sm90_plan.Part(8, 3, 2, 4), monkeypatch)
+
+    def values(data: bytes) -> dict[str, int]:
+        return {
+            name: ctypes.c_int32.from_buffer_copy(data, offset).value
+            if kind == "int"
+            else ctypes.c_int64.from_buffer_copy(data, offset).value
+            for name, kind, offset in fields
+            if kind != "float"
+        }
+
+    before, after = values(everything), values(part)
+    changed = {name: after[name] - before[name] for name in after if after[name] != before[name]}
+    assert changed == {
+        "q": 3 * 576,
+        "q_scale": 3 * 4,
+        "attn_sink": 3 * 4,
+        "out": 3 * 512 * 2,
+        "max_logits": 3 * 4,
+        "lse": 3 * 4,
+        "h_q": -3,
+        "ctas_per_item": 3,
+    }
 
 
 # The sources
@@ -226,4 +294,4 @@ def test_source(path: Path) -> None:
 
 
 def test_there_are_sources() -> None:
-    assert jit.KERNELS / "sm90/prefill.cuh" in SOURCES
+    assert {jit.KERNELS / name for name in ROLES} <= set(SOURCES)

@@ -163,7 +163,7 @@ def _launch(
         part.ctas_per_item,
     )
     stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-    kernel.launch(grid, block, SHARED_BYTES, stream, address, max(1, part.ctas_per_item))
+    kernel.launch(grid, block, SHARED_BYTES, stream, address, part.ctas_per_item)
 
 
 def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:

@@ -18,8 +18,8 @@ from ..params import D_QK_SUPPORTED
 
 BLOCK = 64
 """Slots that a kernel takes at a time (``kBlock``)."""
-CLUSTERS = (1, 2, 4, 8, 16)
-"""CTAs that may share the slots of a query and a group of heads."""
+CLUSTERS = (1, 2, 4, 8)
+"""CTAs that may share the slots of a query and a group of heads. Sixteen were no faster."""
 WIDE_HEADS = 64
 FEW_HEADS = (8, 16, 32)
 
@@ -62,14 +62,13 @@ KERNELS: dict[tuple[int, int, bool], jit.Variant] = {
 """By heads a CTA, d_qk, and whether there are further scales: with 64 heads, more than one of q
 (which costs 5%); with fewer, those of KV tokens."""
 
-# Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md). A block of 64 slots takes a CTA
-# so long when all its warpgroups are at work, and one of them alone at least so long; then what an
-# item, a launch and the sum over parts cost. Only their ratios decide anything.
-BLOCK_US = {8: 0.70, 16: 0.75, 32: 0.92, 64: 1.32}
-ALONE_US = {8: 1.3, 16: 1.4, 32: 1.75, 64: 1.32}
-ITEM_US = {8: 1.0, 16: 1.0, 32: 1.3, 64: 1.0}
-LAUNCH_US = 3.0
-PARTS_US = 3.0
+# Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md): what a CTA takes for a block
+# of 64 slots when all are at work, for an item beside that, to add up the parts of one, and for a
+# launch. Only their ratios decide anything.
+BLOCK_US = {8: 0.72, 16: 0.83, 32: 1.04, 64: 1.27}
+ITEM_US = {8: 1.1, 16: 1.4, 32: 2.0, 64: 1.5}
+PARTS_US = 4.0
+LAUNCH_US = 4.0
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class Part:
     heads_per_item: int
     first_head: int
     heads: int
-    ctas_per_item: int  # that share the slots of a query; 0: an item is one CTA's or warpgroup's
+    ctas_per_item: int = 1  # a cluster that shares the slots of a query and a group of heads
 
     @property
     def groups(self) -> int:
@@ -87,37 +86,30 @@ class Part:
         return -(-self.heads // self.heads_per_item)
 
     @property
-    def warpgroups(self) -> int:
-        """Of a CTA, that compute items of their own, or parts of one (``kWarpgroups``)."""
-        return 1 if self.heads_per_item == WIDE_HEADS else 2
-
-    @property
     def threads(self) -> int:
         """Threads of a CTA (``kThreads``)."""
-        return 512 if self.heads_per_item == WIDE_HEADS else 128 * (self.warpgroups + 1)
+        return 512 if self.heads_per_item == WIDE_HEADS else 384
 
     def ctas(self, s_q: int, multiprocessors: int) -> int:
-        """CTAs of the launch: one a multiprocessor, or as many as the items want."""
+        """CTAs of the launch: those that share items have one each, others go on to the next."""
         items = s_q * self.groups
-        if self.ctas_per_item:
+        if self.ctas_per_item > 1:
             return items * self.ctas_per_item
-        return min(-(-items // self.warpgroups), multiprocessors)
+        return min(items, multiprocessors)
 
     def microseconds(self, s_q: int, blocks: int, multiprocessors: int) -> float:
         """How long it should take."""
-        items = s_q * self.groups
-        block, item = BLOCK_US[self.heads_per_item], ITEM_US[self.heads_per_item]
-        alone = ALONE_US[self.heads_per_item]
-        if self.ctas_per_item:
-            waves = -(-items // max(1, multiprocessors // self.ctas_per_item))
-            parts = self.ctas_per_item * self.warpgroups
-            each = -(-blocks // parts) * max(alone, block * self.warpgroups) + item
-            return LAUNCH_US + waves * (each + PARTS_US)
-        rounds, rest = divmod(items, multiprocessors * self.warpgroups)
-        time = rounds * (blocks * max(alone, block * self.warpgroups) + item)
-        if rest:
-            time += blocks * max(alone, block * -(-rest // multiprocessors)) + item
-        return LAUNCH_US + time
+        items, ctas = s_q * self.groups, self.ctas_per_item
+        # A cluster lies within a part of the chip: of eight, two fewer than the count allows.
+        at_once = multiprocessors // ctas - (2 if ctas == 8 else 0)
+        waves = -(-items // max(1, at_once))
+        item = -(-blocks // ctas) * BLOCK_US[self.heads_per_item] + ITEM_US[self.heads_per_item]
+        return LAUNCH_US + waves * (item + (PARTS_US if ctas > 1 else 0.0))
+
+    def __str__(self) -> str:
+        heads = f"heads {self.first_head} to {self.first_head + self.heads - 1}"
+        shared = f", slots over {self.ctas_per_item} CTAs" if self.ctas_per_item > 1 else ""
+        return f"{heads} in items of {self.heads_per_item}{shared}"
 
 
 @functools.lru_cache(maxsize=4096)
@@ -143,13 +135,15 @@ def plan(
 
 def _candidates(h_q: int, blocks: int, kv_scales: bool) -> Iterator[tuple[Part, ...]]:
     if not kv_scales:
-        yield (Part(WIDE_HEADS, 0, h_q, 0),)
+        yield (Part(WIDE_HEADS, 0, h_q),)
     wide = 0 if kv_scales else h_q // WIDE_HEADS * WIDE_HEADS
-    for ctas in (0, *(count for count in CLUSTERS if count == 1 or 2 * count <= blocks)):
+    for ctas in CLUSTERS:
+        if ctas > 1 and 2 * ctas > blocks:
+            break  # a CTA works on two blocks at a time
         yield from _few(0, h_q, ctas)
         if 0 < wide < h_q:
             for rest in _few(wide, h_q - wide, ctas):
-                yield (Part(WIDE_HEADS, 0, wide, 0), *rest)
+                yield (Part(WIDE_HEADS, 0, wide), *rest)
 
 
 def _few(first: int, heads: int, ctas: int) -> Iterator[tuple[Part, ...]]:

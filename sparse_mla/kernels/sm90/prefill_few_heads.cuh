@@ -215,7 +215,7 @@ struct Producer {
     }
     const u32 latent = memory.k(slot) + warp * 2048, rope = memory.k(slot) + kRope + warp * 1024;
     const u8 *source[4], *half_source[2];
-    u32 first[4], last[4], bytes[4], half[2], half_bytes[2];
+    u32 first[4], last[4]{}, bytes[4], half[2], half_bytes[2];
     const auto copy_lines = [&](u32 pass) {
 #pragma unroll
       for (u32 line = 0; line < 3; line++) {

@@ -23,7 +23,7 @@ struct PrefillParams {
   int q_scale_stride_token;  // elements; 0 where all tokens share a scale
   int q_scale_stride_head;   // elements; 0 where all heads do
   int out_heads;             // heads of the outputs: elements from a token's max_logits to the next's
-  int ctas_per_item;         // few heads: CTAs, a cluster, that share an item's slots; 0: a warpgroup has an item to itself
+  int ctas_per_item;         // CTAs of the launch's clusters, which share the slots of an item; few heads only
 };
 
 constexpr int kDv = 512;
@@ -53,10 +53,5 @@ struct Ring {
       slot = 0;
       parity ^= 1;
     }
-  }
-  DEVICE void advance(u32 count) {
-    slot += count;
-    parity ^= slot / size & 1;
-    slot %= size;
   }
 };
