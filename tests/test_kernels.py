@@ -94,7 +94,7 @@ def changed(variant: jit.Variant, old: str, new: str, folder: Path) -> jit.Varia
     ("old", "new", "fault"),
     [
         pytest.param(r"kScoreRegisters = \d+", "kScoreRegisters = 88", "spills", id="spills"),
-        pytest.param(r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7511", id="no-pipeline"),
+        pytest.param(r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7512", id="no-pipeline"),
         pytest.param(r"\bwgmma_wait<\d>\(\);", "", "C751", id="no-wait-for-wgmma"),
         pytest.param(
             r"kValueRegisters = \d+", "kValueRegisters = 232", "setmaxnreg hangs", id="over-budget"

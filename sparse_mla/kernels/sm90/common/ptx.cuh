@@ -19,7 +19,20 @@ DEVICE u32 opaque(u32 x) {
   return x;
 }
 
+// threadIdx.x, read where it is used: no register keeps it.
+DEVICE u32 thread_index() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- shared-memory loads and stores by address -----------------------------------------------------------------
+
+DEVICE u32 load_shared_u32(u32 shared) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
 
 DEVICE u64 load_shared_u64(u32 shared) {
   u64 x;
@@ -33,8 +46,21 @@ DEVICE float2 load_shared_float2(u32 shared) {
   return x;
 }
 
+DEVICE float4 load_shared_float4(u32 shared) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(shared)
+               : "memory");
+  return x;
+}
+
 DEVICE void store_shared_u16(u32 shared, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(static_cast<u16>(x)) : "memory");
+}
+
+DEVICE void store_shared_u32(u32 shared, u32 x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 DEVICE void store_shared_float(u32 shared, float x) {
@@ -80,6 +106,17 @@ DEVICE void mbarrier_wait(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
+
+// ---- global loads ----------------------------------------------------------------------------------------------
+
+// A load that stays where it is written, of memory that no thread writes meanwhile.
+DEVICE u32 load_global_u32(const void* global) {
+  u32 x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(global));
+  return x;
+}
+
+DEVICE void prefetch_l2(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
 // ---- global to shared copies -----------------------------------------------------------------------------------
 
