@@ -49,7 +49,7 @@ struct PrefillParams {
 constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
 constexpr int kHeads = 64;        // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
 constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
-constexpr int kPair = 2 * kBlock; // slots that share a reference of the exponent and one addition to O
+constexpr int kPair = 2 * kBlock;  // slots of a pair: they share a reference of the exponent and one addition to O
 constexpr int kStages = 5;        // blocks of K in shared memory
 constexpr int kLag = 1;           // blocks of copies in flight before the oldest must have landed
 constexpr int kDv = 512;
@@ -167,12 +167,13 @@ struct Producer {
     const u32 buffer = turn & 1;
     mbarrier_wait(memory.q_empty(buffer), turn >> 1 & 1 ^ 1);
     const u32 row = opaque(warp * 32 + lane) >> 1, half = opaque(lane) & 1;
-    const u8* source = head_of(params, token, group, row) + half * 16;
+    const u8* source = head_of(params, token, group, row);
     const u32 target = memory.q(buffer) + half * 1024 + row * 16;
 #pragma unroll
-    for (u32 step = 0; step < kQShared; step++) cp_async_16(target + step * 2048, source + step * 32, 16);
+    for (u32 step = 0; step < kQShared; step++) cp_async_16(target + step * 2048, source + half * 16 + step * 32, 16);
+    // Each 128-byte line of the rest once: a row starts anywhere in one.
     prefetch_l2(source + kQShared * 32 + half * 128);
-    prefetch_l2(source + (half ? D_QK - 32 : kQShared * 32 + 256));
+    prefetch_l2(source + (half ? D_QK - 1 : kQShared * 32 + 256));
   }
 
   // Issues the copies of one block; `announce` tells the scores when they have landed.
@@ -274,7 +275,7 @@ struct Producer {
 // ---- scores ----------------------------------------------------------------------------------------------------
 //
 // Lane 4 g + i of warp w owns rows (heads) 16 w + g and 16 w + g + 8, slots 8 j + 2 i and + 1 of each block: a row's
-// maximum runs over the four lanes of a quad in every block, its sum only at the end of an item.
+// maximum runs over the four lanes of a quad in every pair, its sum only at the end of an item.
 
 struct Scores {
   const PrefillParams& params;
@@ -321,7 +322,7 @@ struct Scores {
     }
   }
 
-  // S[half] = Q K[stage]^T, left in flight. Every few k-steps take Q from shared memory, which evens out the traffic.
+  // S[half] = Q K[stage]^T, left in flight. In the order of d: the 14 bits of the sums make the order show in the logits.
   template <u32 half>
   DEVICE void start_multiply(u32 q_buffer) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
@@ -332,14 +333,11 @@ struct Scores {
     wgmma_fence();
 #pragma unroll
     for (u32 i = 0; i < kQSteps; i++) {
-      const u32 before = i * kQShared / kQSteps;  // steps done from shared memory
-      const bool from_shared = (i + 1) * kQShared / kQSteps > before;
-      const u32 step = from_shared ? before : kQShared + i - before;
-      const u64 k = step < 16 ? latent + (step / 4 * kLatentTile + step % 4 * 32 >> 4) : rope + (step - 16) * 2;
-      if (from_shared) {
-        wgmma_m64n64k32(s[half], q_shared + step * (2048 >> 4), k, i > 0);
+      const u64 k = i < 16 ? latent + (i / 4 * kLatentTile + i % 4 * 32 >> 4) : rope + (i - 16) * 2;
+      if (i < kQShared) {
+        wgmma_m64n64k32(s[half], q_shared + i * (2048 >> 4), k, i > 0);
       } else {
-        wgmma_m64n64k32(s[half], q[step - kQShared], k, i > 0);
+        wgmma_m64n64k32(s[half], q[i - kQShared], k, i > 0);
       }
     }
     wgmma_commit();
@@ -512,9 +510,9 @@ struct Scores {
 
 // ---- values ----------------------------------------------------------------------------------------------------
 //
-// Value warpgroup v owns columns 256 v .. 256 v + 255 of O as O^T: four m64 tiles of 64 columns. Warp w's 16 rows of tile
-// m are columns 64 w + 16 m .. + 15 of those, one 16-byte chunk of a V row: rows may stand for any columns, and so a warp
-// has 128 contiguous bytes of a head's output. ldmatrix.trans gives lane 4 g + i the byte pairs (columns 2 g and
+// Value warpgroup v owns columns 256 v .. 256 v + 255 of O as O^T: four m64 tiles of 64 columns. Warp w's 16 rows of
+// tile m are columns 64 w + 16 m .. + 15 of those, one 16-byte chunk of a V row: rows may stand for any columns, and so
+// a warp has 128 contiguous bytes of a head's output. ldmatrix.trans gives lane 4 g + i the byte pairs (columns 2 g and
 // 2 g + 1) of four slots; two byte permutations part the columns. So row g of the A operand is column 2 g, row g + 8
 // is column 2 g + 1, and in the end a lane holds column pairs, ready to be stored as bfloat16x2.
 
