@@ -116,7 +116,7 @@ WIDE, FEW = "prefill-h64-d576", "prefill-h16-d576"
     [
         pytest.param(WIDE, r"kScoreRegisters = \d+", "kScoreRegisters = 88", "spills", id="spills"),
         pytest.param(
-            WIDE, r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7511", id="no-pipeline"
+            WIDE, r"kScoreRegisters = \d+", "kScoreRegisters = 88", "C7512", id="no-pipeline"
         ),
         pytest.param(WIDE, r"\bwgmma_wait<\d>\(\);", "", "C751", id="no-wait-for-wgmma"),
         pytest.param(

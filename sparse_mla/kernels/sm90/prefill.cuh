@@ -9,17 +9,18 @@
 // Why this shape of kernel. FP8 wgmma wants both operands K-major, and V is not: its transposed copy would have to be
 // written to shared memory, whose bandwidth is what such a kernel runs out of first. Here V^T is the A operand of
 // O^T = V^T P^T and comes from registers: ldmatrix.trans reads it transposed in 16-bit units and two byte permutations a
-// register finish the job. Q is an A operand in registers too, loaded once a query token. So the tensor cores read
-// from shared memory only K (in S = Q K^T) and P (in O^T = V^T P^T), half of what a shared-memory A would cost.
+// register finish the job. Most of Q is an A operand in registers too, loaded once a query token. So the tensor cores
+// read from shared memory only K and a part of Q (in S = Q K^T) and P (in O^T = V^T P^T).
 //
-// Four warpgroups, one job each; a block is 64 slots:
+// Four warpgroups, one job each; a block is 64 slots of K in one stage, a pair is two blocks, b counts pairs:
 //
-//   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
+//   producer    gathers K[b+1], K[b+2], ...  by 16-byte cp.async into a ring of stages, and says which slots are valid
 //   scores      S[b+1] = Q K[b+1]^T    |  softmax of S[b+1]: P[b+1], and factors for O, whose reference may have moved
 //   values 0,1  O^T = O^T factor + V[b]^T P[b]^T, columns 0-255 and 256-511
 //
-// The three work on different blocks at a time, and nothing goes back from the values to the scores but free buffers: so
-// the scores are in the next query token while the values still write the last one out.
+// The three work on different pairs at a time, and nothing goes back from the values to the scores but free buffers: so
+// the scores are in the next query token while the values still write the last one out. Why pairs: the maxima are
+// exchanged between lanes, O is multiplied and added to, and products are waited for half as often.
 #pragma once
 
 #include "common/problem.cuh"
@@ -28,6 +29,7 @@
 constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
 constexpr int kHeads = HEADS;     // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
 constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
+constexpr int kPair = 2 * kBlock;  // slots of a pair: they share a reference of the exponent and one addition to O
 constexpr int kStages = 5;        // blocks of K in shared memory
 constexpr int kLag = 1;           // blocks of copies in flight before the oldest must have landed
 constexpr int kLatentTile = 8192;  // 64 rows x 128 columns, 128-byte swizzle
@@ -35,54 +37,64 @@ constexpr int kLatentTiles = kDv / 128;
 constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;  // 64 rows x 64 columns, 64-byte swizzle
 constexpr int kStageBytes = kLatentTiles * kLatentTile + kRopeTile;
 constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
-constexpr int kQBytes = kHeads * D_QK;
-constexpr int kPBytes = kHeads * kBlock;
+constexpr int kPBytes = kHeads * kPair;
 constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
+constexpr int kQInRegisters = 11;  // the last of them, whose Q is in registers: what two blocks of S leave room for
+constexpr int kQShared = kQSteps - kQInRegisters;  // the first of them, whose Q wgmma reads from shared memory
+constexpr int kQBytes = kHeads * kQShared * 32;
 
 constexpr int kThreads = 512;
 constexpr u32 kProducerRegisters = 24, kScoreRegisters = 136, kValueRegisters = 176;  // 128 x sum = 65,536
 
 // Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
 constexpr u32 kAtK = 0;                                   // [kStages][kStageBytes]
-constexpr u32 kAtQ = kAtK + kStages * kStageBytes;        // [kQBytes]
-constexpr u32 kAtP = kAtQ + kQBytes;                      // [2][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;        // [2][kQBytes]: 8 heads x 16 columns core matrices
+constexpr u32 kAtP = kAtQ + 2 * kQBytes;                  // [2][kPBytes]: 8 heads x 16 slots core matrices
 constexpr u32 kAtFactor = kAtP + 2 * kPBytes;             // float [2][kHeads]: O is multiplied by it before P[b] is added
 constexpr u32 kAtWeight = kAtFactor + 2 * kHeads * 4;     // float [4][kHeads]: kv_scale / sum of an item. 4: it may be
                                                           // read while the scores are two items further
-constexpr u32 kAtValid = kAtWeight + 4 * kHeads * 4;      // u64 [kStages], bit r: slot r of the block is valid
+constexpr u32 kAtLast = kAtWeight + 4 * kHeads * 4;       // u32 [2]: whether the pair is its item's last
+constexpr u32 kAtValid = kAtLast + 2 * 4;                 // u64 [kStages], bit r: slot r of the block is valid
 constexpr u32 kAtKFull = kAtValid + kStages * 8;          // mbarriers from here
 constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
 constexpr u32 kAtPFull = kAtKEmpty + kStages * 8;
 constexpr u32 kAtPEmpty = kAtPFull + 2 * 8;
-constexpr u32 kAtQFull = kAtPEmpty + 2 * 8;
-constexpr u32 kAtQEmpty = kAtQFull + 8;
-constexpr u32 kSharedBytes = kAtQEmpty + 8;
+constexpr u32 kAtQEmpty = kAtPEmpty + 2 * 8;
+constexpr u32 kSharedBytes = kAtQEmpty + 2 * 8;
 static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
+
+extern __shared__ __align__(1024) u8 shared[];
 
 // Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
 struct Memory {
   u32 base;
   DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
-  DEVICE u32 q() const { return base + kAtQ; }
+  DEVICE u32 q(u32 buffer) const { return base + kAtQ + buffer * kQBytes; }
   DEVICE u32 p(u32 slot) const { return base + kAtP + slot * kPBytes; }
-  DEVICE u32 factor(u32 slot, u32 head) const { return base + kAtFactor + slot * (kHeads * 4) + head * 4; }
+  // The factors of heads 16 j + 2 i + 0, 1, 8, 9 lie together, where lane i of a quad reads them at once.
+  DEVICE u32 factor(u32 slot) const { return base + kAtFactor + slot * (kHeads * 4); }
   DEVICE u32 weight(u32 item, u32 head) const { return base + kAtWeight + item * (kHeads * 4) + head * 4; }
+  DEVICE u32 last(u32 slot) const { return base + kAtLast + slot * 4; }
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
   DEVICE u32 p_full(u32 slot) const { return base + kAtPFull + slot * 8; }
   DEVICE u32 p_empty(u32 slot) const { return base + kAtPEmpty + slot * 8; }
-  DEVICE u32 q_full() const { return base + kAtQFull; }
-  DEVICE u32 q_empty() const { return base + kAtQEmpty; }
+  DEVICE u32 q_empty(u32 buffer) const { return base + kAtQEmpty + buffer * 8; }
 };
 
-// An empty row still takes one (fully masked) block, so that every role sees every item.
-DEVICE int blocks_of(int length) { return max(1, (length + kBlock - 1) / kBlock); }
+// An item is 64 heads of a token. Computed where they are used: registers are dearer than a few instructions an item.
+DEVICE int groups_of(const PrefillParams& params) { return (params.h_q + kHeads - 1) / kHeads; }
+DEVICE int items_of(const PrefillParams& params) { return params.s_q * groups_of(params); }
 
-// Where 16-byte chunk `chunk` of row `row` of Q lies: conflict-free for ldmatrix at either row pitch.
-DEVICE u32 q_offset(u32 row, u32 chunk) {
-  const u32 turn = D_QK % 128 == 0 ? row & 7 : (row >> 1) & 3;
-  return row * D_QK + ((chunk ^ turn) << 4);
+// An empty row still takes one (fully masked) pair, so that every role sees every item.
+DEVICE int pairs_of(int length) { return max(1, (length + kPair - 1) / kPair); }
+DEVICE int blocks_of(int length) { return 2 * pairs_of(length); }
+
+// Q of one head of an item, the last head's for heads past h_q: what becomes of those is not stored.
+DEVICE const u8* head_of(const PrefillParams& params, int token, int group, u32 row) {
+  const u32 head = min(group * kHeads + static_cast<int>(row), params.h_q - 1);
+  return params.q + token * params.q_stride_token + head * params.q_stride_head;
 }
 
 // ---- producer --------------------------------------------------------------------------------------------------
@@ -103,23 +115,27 @@ struct Producer {
     return slot < length ? __ldg(row + slot) : -1;
   }
 
-  // Q of an item, zeros for heads past h_q; its copies are announced by themselves.
-  DEVICE void load_q(int token, int group, u32 parity) const {
-    mbarrier_wait(memory.q_empty(), parity ^ 1);
-    const u8* source = params.q + token * params.q_stride_token;
-#pragma unroll 2
-    for (u32 c = warp * 32 + lane; c < kQBytes / 16; c += 128) {
-      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = group * kHeads + row;
-      const bool exists = head < static_cast<u32>(params.h_q);
-      cp_async_16(memory.q() + q_offset(row, chunk), source + (exists ? head : 0) * params.q_stride_head + chunk * 16,
-                  exists ? 16 : 0);
-    }
-    cp_async_arrive(memory.q_full());
+  // The part of an item's Q that is read from shared memory, the last head in the place of those past h_q; the other
+  // part is called to L2. The copies belong to the next block's group: where that block is full, Q is there.
+  DEVICE void load_q(int token, int group, u32 turn) const {
+    const u32 buffer = turn & 1;
+    mbarrier_wait(memory.q_empty(buffer), turn >> 1 & 1 ^ 1);
+    const u32 row = opaque(warp * 32 + lane) >> 1, half = opaque(lane) & 1;
+    const u8* source = head_of(params, token, group, row);
+    const u32 target = memory.q(buffer) + half * 1024 + row * 16;
+#pragma unroll
+    for (u32 step = 0; step < kQShared; step++) cp_async_16(target + step * 2048, source + half * 16 + step * 32, 16);
+    // Each 128-byte line of the rest once: a row starts anywhere in one.
+    prefetch_l2(source + kQShared * 32 + half * 128);
+    prefetch_l2(source + (half ? D_QK - 1 : kQShared * 32 + 256));
   }
 
   // Issues the copies of one block; `announce` tells the scores when they have landed.
-  DEVICE void gather(int index) {
+  DEVICE void gather(int index, int& issued) {
     const u32 slot = stage.slot;
+    // Two stages become free at a time. Before a wait for the next two, the block in flight must become full: its pair
+    // is what they wait for.
+    if (!__all_sync(~0u, mbarrier_test(memory.k_empty(slot), stage.parity ^ 1))) flush(issued);
     mbarrier_wait(memory.k_empty(slot), stage.parity ^ 1);
     const bool index_valid = static_cast<u32>(index) < static_cast<u32>(params.s_kv);
     const u32 valid = __ballot_sync(~0u, index_valid);
@@ -169,14 +185,15 @@ struct Producer {
     for (; issued > 0; issued--) announce<0>();
   }
 
-  DEVICE void run(int items, int groups) {
+  DEVICE void run() {
+    const int groups = groups_of(params), items = items_of(params);
     int item = blockIdx.x;
     if (item >= items) return;
     int length = length_of(params, item / groups);
     const int* row = params.indices + item / groups * params.indices_stride;
     int index = load_index(row, length, 0);
     load_q(item / groups, item % groups, 0);
-    u32 q_parity = 1;
+    u32 turn = 1;
     int issued = 0;
     while (true) {
       const bool more = item + static_cast<int>(gridDim.x) < items;
@@ -190,20 +207,20 @@ struct Producer {
           row = params.indices + (item + gridDim.x) / groups * params.indices_stride;
           ahead = load_index(row, next_length, 0);
         }
-        gather(index);
+        gather(index, issued);
         if (issued < kLag) issued++; else announce<kLag>();
         index = ahead;
-        // The next item's Q goes in once the scores have this item's in registers. That is certain when they have
-        // given back its first stage; in a shorter item they may still need the blocks not yet announced.
+        // The next item's Q goes into the buffer of the last item's. That is certainly free when the values have given
+        // back this item's first stage; in a shorter item the scores may still need the blocks not yet announced.
         if (more && (last ? block <= kStages : block == kStages)) {
           if (block < kStages) flush(issued);
-          load_q((item + gridDim.x) / groups, (item + gridDim.x) % groups, q_parity);
+          load_q((item + gridDim.x) / groups, (item + gridDim.x) % groups, turn);
         }
       }
       if (!more) break;
       item += gridDim.x;
       length = next_length;
-      q_parity ^= 1;
+      turn++;
     }
     flush(issued);
   }
@@ -212,7 +229,7 @@ struct Producer {
 // ---- scores ----------------------------------------------------------------------------------------------------
 //
 // Lane 4 g + i of warp w owns rows (heads) 16 w + g and 16 w + g + 8, slots 8 j + 2 i and + 1 of each block: a row's
-// maximum runs over the four lanes of a quad in every block, its sum only at the end of an item.
+// maximum runs over the four lanes of a quad in every pair, its sum only at the end of an item.
 
 struct Scores {
   const PrefillParams& params;
@@ -220,8 +237,8 @@ struct Scores {
   const u32 lane, warp;
   Ring<kStages> stage;
   Ring<2> p_slot;
-  u32 q[kQSteps][4];
-  float s[32];
+  u32 q[kQInRegisters][4];
+  float s[2][32];  // of the pair's two blocks
   float reference[2], sum[2];  // of this lane's two heads, as is all that follows
   float c_row[2];  // c of this lane's two heads, in the variant with row scales
   float c_all;     // c of all heads, in the other
@@ -243,39 +260,51 @@ struct Scores {
     }
   }
 
-  DEVICE void load_q(u32 parity) {
-    mbarrier_wait(memory.q_full(), parity);
-    // Opaque: the two addresses below, kept from item to item, would not fit in registers.
-    const u32 row = opaque(warp * 16 + (lane & 15)), half = lane >> 4;
-    const u32 base = memory.q();
+  // The part of Q that stays in registers, as wgmma wants it, straight from global memory.
+  DEVICE void load_q(int token, int group) {
 #pragma unroll
-    for (u32 step = 0; step < kQSteps; step++) ldmatrix_x4(q[step], base + q_offset(row, 2 * step + half));
-    mbarrier_arrive(memory.q_empty());
+    for (u32 r = 0; r < 2; r++) {
+      // Opaque: an address kept from item to item would not fit in registers.
+      const u32 head = warp * 16 + (lane >> 2) + 8 * r;
+      const u8* row = head_of(params, token, group, head) + kQShared * 32 + 4 * (opaque(lane) & 3);
+#pragma unroll
+      for (u32 step = 0; step < kQInRegisters; step++) {
+        q[step][r] = load_global_u32(row + step * 32);
+        q[step][2 + r] = load_global_u32(row + step * 32 + 16);
+      }
+    }
   }
 
-  // S = Q K[stage]^T, left in flight
-  DEVICE void start_multiply(bool ready) {
-    if (!ready) mbarrier_wait(memory.k_full(stage.slot), stage.parity);
+  // S[half] = Q K[stage]^T, left in flight. In the order of d: the 14 bits of the sums make the order show in the logits.
+  template <u32 half>
+  DEVICE void start_multiply(u32 q_buffer) {
+    mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     const u32 tile = memory.k(stage.slot);
     const u64 latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), tile);
     const u64 rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), tile + kRope);
+    const u64 q_shared = descriptor(descriptor_shape(1024, 128, Swizzle::none), memory.q(q_buffer));
     wgmma_fence();
 #pragma unroll
-    for (u32 step = 0; step < kQSteps; step++) {
-      const u64 k = step < 16 ? latent + (step / 4 * kLatentTile + step % 4 * 32 >> 4) : rope + (step - 16) * 2;
-      wgmma_m64n64k32(s, q[step], k, step > 0);
+    for (u32 i = 0; i < kQSteps; i++) {
+      const u64 k = i < 16 ? latent + (i / 4 * kLatentTile + i % 4 * 32 >> 4) : rope + (i - 16) * 2;
+      if (i < kQShared) {
+        wgmma_m64n64k32(s[half], q_shared + i * (2048 >> 4), k, i > 0);
+      } else {
+        wgmma_m64n64k32(s[half], q[i - kQShared], k, i > 0);
+      }
     }
     wgmma_commit();
+    stage.next();
   }
 
-  DEVICE void mask(u64 valid) {
+  DEVICE void mask(float (&x)[32], u64 valid) const {
     if (__builtin_expect(valid == ~0ull, 1)) return;
     valid >>= 2 * (lane & 3);
 #pragma unroll
     for (u32 j = 0; j < 8; j++) {
       const u32 bits = static_cast<u32>(valid >> 8 * j);
-      if (!(bits & 1)) s[4 * j] = s[4 * j + 2] = -kInfinity;
-      if (!(bits & 2)) s[4 * j + 1] = s[4 * j + 3] = -kInfinity;
+      if (!(bits & 1)) x[4 * j] = x[4 * j + 2] = -kInfinity;
+      if (!(bits & 2)) x[4 * j + 1] = x[4 * j + 3] = -kInfinity;
     }
   }
 
@@ -284,20 +313,23 @@ struct Scores {
     return x + __shfl_xor_sync(~0u, x, 2);
   }
 
-  // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
-  DEVICE void move_references(float (&factor)[2]) {
+  // The largest of this lane's elements of a block, by row.
+  DEVICE static void row_maxima(const float (&block)[32], float (&row_top)[2]) {
     float top[2][4];
 #pragma unroll
     for (u32 j = 0; j < 4; j++) {
 #pragma unroll
       for (u32 r = 0; r < 2; r++) {
-        const float* x = s + 4 * j + 2 * r;
+        const float* x = block + 4 * j + 2 * r;
         top[r][j] = fmaxf(fmaxf(x[0], x[1]), fmaxf(x[16], x[17]));
       }
     }
-    float row_top[2];
 #pragma unroll
     for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(fmaxf(top[r][0], top[r][1]), fmaxf(top[r][2], top[r][3]));
+  }
+
+  // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
+  DEVICE void move_references(float (&row_top)[2], float (&factor)[2]) {
 #pragma unroll
     for (u32 lanes = 1; lanes <= 2; lanes *= 2) {
       const float other[2] = {__shfl_xor_sync(~0u, row_top[0], lanes), __shfl_xor_sync(~0u, row_top[1], lanes)};
@@ -313,16 +345,14 @@ struct Scores {
     }
   }
 
-  // P = 2^(c S - ref), to e4m3 and to shared memory: two 8-column groups of S make one 16-slot row of P.
-  DEVICE void write_p() {
-    const u32 row = 2 * warp + (lane >> 3 & 1);
-    const u32 base = memory.p(p_slot.slot) + (lane >> 4) * 1024 + row * 128 + (lane & 7) * 16;
+  // P = 2^(c S - ref) of a block, to e4m3 and to shared memory: two 8-column groups of S make one 16-slot row of P.
+  DEVICE void write_p(float (&block)[32], u32 target) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       u32 packed[4];
 #pragma unroll
       for (u32 pair = 0; pair < 2; pair++) {
-        float* x = s + 16 * half + 8 * pair;
+        float* x = block + 16 * half + 8 * pair;
 #pragma unroll
         for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c(e / 2 & 1), -reference[e / 2 & 1]));
         sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
@@ -330,7 +360,7 @@ struct Scores {
         packed[2 * pair] = pack_e4m3(x[0], x[1], x[4], x[5]);
         packed[2 * pair + 1] = pack_e4m3(x[2], x[3], x[6], x[7]);
       }
-      stmatrix_x4(base + half * 2048, packed);
+      stmatrix_x4(target + half * 2048, packed);
     }
   }
 
@@ -358,42 +388,70 @@ struct Scores {
     }
   }
 
-  DEVICE void run(int items, int groups) {
+  // S of the pair and its maxima, masked. Returns with this item's Q used up where the pair is its last.
+  DEVICE void multiply(u32 q_buffer, float (&row_top)[2]) {
+    const u32 slot0 = stage.slot;
+    start_multiply<0>(q_buffer);
+    const u32 slot1 = stage.slot;
+    start_multiply<1>(q_buffer);
+    // Under QK: P's buffer may be overwritten only after both value warpgroups have added the product of it.
+    mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
+    const u64 valid0 = load_shared_u64(memory.valid(slot0)), valid1 = load_shared_u64(memory.valid(slot1));
+    wgmma_wait<1>();
+    mask(s[0], valid0);
+    row_maxima(s[0], row_top);
+    wgmma_wait<0>();
+    mask(s[1], valid1);
+    float other[2];
+    row_maxima(s[1], other);
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(row_top[r], other[r]);
+  }
+
+  // What the values read of a pair, but for its announcement.
+  DEVICE void write_pair(const float (&factor)[2], bool last) {
+    if ((lane & 3) == 0) {
+      const u32 place = memory.factor(p_slot.slot) + warp * 64 + (lane >> 3) * 16 + (lane >> 2 & 1) * 4;
+      store_shared_float(place, factor[0]);
+      store_shared_float(place + 8, factor[1]);
+    }
+    if (warp == 0 && lane == 0) store_shared_u32(memory.last(p_slot.slot), last);
+    const u32 row = 2 * warp + (lane >> 3 & 1);
+    const u32 base = memory.p(p_slot.slot) + (lane >> 4) * 1024 + row * 128 + (lane & 7) * 16;
+    write_p(s[0], base);
+    write_p(s[1], base + kPBytes / 2);
+  }
+
+  DEVICE void run() {
     const float kv_scale = __ldg(params.kv_scale);
     if constexpr (!kRowScales) c_all = to_c(__ldg(params.q_scale), kv_scale);
     u32 turn = 0;  // items done
-    bool ready = false;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int blocks = blocks_of(length_of(params, item / groups));
-      load_q(turn & 1);
-      if constexpr (kRowScales) load_row_scales(item / groups, item % groups);
+    load_q(blockIdx.x / groups_of(params), blockIdx.x % groups_of(params));
+    for (int item = blockIdx.x; item < items_of(params); item += gridDim.x) {
+      const int pairs = pairs_of(length_of(params, item / groups_of(params)));
+      if constexpr (kRowScales) load_row_scales(item / groups_of(params), item % groups_of(params));
 #pragma unroll
       for (u32 r = 0; r < 2; r++) {
         reference[r] = kLowest;
         sum[r] = 0.f;
       }
-      for (int block = 0; block < blocks; block++) {
-        start_multiply(ready);
-        // Under QK: P's buffer may be overwritten only after both value warpgroups have added the P[b-2] V[b-2] of it.
-        mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
-        const u64 valid = load_shared_u64(memory.valid(stage.slot));
-        wgmma_wait<0>();
-        if (kRowScales && block == 0) {
+      for (int pair = 0; pair < pairs; pair++) {
+        const bool last = pair + 1 == pairs;
+        float row_top[2], factor[2];
+        multiply(turn & 1, row_top);
+        if (last) {
+          // The next item's Q is on its way under this pair's exponentials.
+          mbarrier_arrive(memory.q_empty(turn & 1));
+          const int next = item + gridDim.x;
+          if (next < items_of(params)) load_q(next / groups_of(params), next % groups_of(params));
+        }
+        if (kRowScales && pair == 0) {
 #pragma unroll
           for (u32 r = 0; r < 2; r++) c_row[r] = to_c(c_row[r], kv_scale);
         }
-        mask(valid);
-        float factor[2];
-        move_references(factor);
-        stage.next();
-        // Asked for here, its answer comes under the exponentials.
-        ready = mbarrier_test(memory.k_full(stage.slot), stage.parity);
-        write_p();
-        if ((lane & 3) == 0) {
-          store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2)), factor[0]);
-          store_shared_float(memory.factor(p_slot.slot, warp * 16 + (lane >> 2) + 8), factor[1]);
-        }
-        if (block + 1 == blocks) finish(item / groups, item % groups, kv_scale, turn & 3);
+        move_references(row_top, factor);
+        write_pair(factor, last);
+        if (last) finish(item / groups_of(params), item % groups_of(params), kv_scale, turn & 3);
         fence_async_shared();  // P was stored by stmatrix and is read by wgmma
         mbarrier_arrive(memory.p_full(p_slot.slot));
         p_slot.next();
@@ -405,8 +463,9 @@ struct Scores {
 
 // ---- values ----------------------------------------------------------------------------------------------------
 //
-// Value warpgroup v owns columns 256 v .. 256 v + 255 of O as O^T: four m64 tiles of 64 columns, and in each the warp
-// w's 16 columns are one 16-byte chunk of a V row. ldmatrix.trans gives lane 4 g + i the byte pairs (columns 2 g and
+// Value warpgroup v owns columns 256 v .. 256 v + 255 of O as O^T: four m64 tiles of 64 columns. Warp w's 16 rows of
+// tile m are columns 64 w + 16 m .. + 15 of those, one 16-byte chunk of a V row: rows may stand for any columns, and so
+// a warp has 128 contiguous bytes of a head's output. ldmatrix.trans gives lane 4 g + i the byte pairs (columns 2 g and
 // 2 g + 1) of four slots; two byte permutations part the columns. So row g of the A operand is column 2 g, row g + 8
 // is column 2 g + 1, and in the end a lane holds column pairs, ready to be stored as bfloat16x2.
 
@@ -416,12 +475,13 @@ struct Values {
   const u32 lane, warp, half;
   Ring<kStages> stage;
   Ring<2> p_slot;
+  // Where this lane reads V in a stage, now for one tile m, now for the next: one register instead of four.
+  u32 at;
   float o[4][32];
 
-  // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs
-  DEVICE void load_v(u32 (&v)[4], u32 step, u32 m) const {
-    const u32 base = memory.k(stage.slot) + half * 2 * kLatentTile + lane * 128 + ((warp ^ (lane & 7)) << 4);
-    ldmatrix_x4_trans(v, (base ^ ((m & 1) << 6)) + (m >> 1) * kLatentTile + step * 4096);
+  // V^T of 32 slots of the tile that `at` stands at, columns still in pairs
+  DEVICE void load_v(u32 (&v)[4], u32 stage_base, u32 step) const {
+    ldmatrix_x4_trans(v, at + (stage_base + step * 4096));
   }
 
   // Parts the columns: the A operand of wgmma
@@ -433,86 +493,111 @@ struct Values {
     v[3] = select_bytes(r[2], r[3], 0x7531);
   }
 
-  // O^T = O^T factor + V[stage]^T P^T, 64 columns and 32 heads at a time.
+  // O^T = O^T factor + T of one tile, for eight heads.
+  DEVICE static void add(float* o, const float* t, float even_head, float odd_head) {
+    o[0] = fmaf(o[0], even_head, t[0]);
+    o[1] = fmaf(o[1], odd_head, t[1]);
+    o[2] = fmaf(o[2], even_head, t[2]);
+    o[3] = fmaf(o[3], odd_head, t[3]);
+  }
+
+  // O^T = O^T factor + V^T P^T of a pair, 64 columns and 32 heads at a time.
   //
-  // The product of a block is accumulated by itself and added to O in float32. FP8 wgmma keeps some 14 bits of whatever
+  // The product of a pair is accumulated by itself and added to O in float32. FP8 wgmma keeps some 14 bits of whatever
   // it sums, the accumulator included: beside an O of 256 a product of 0.23 would lose a tenth, and a long flat tail of
   // such products its mass. The addition multiplies O by its factor at no further cost.
   DEVICE void multiply() {
-    mbarrier_wait(memory.k_full(stage.slot), stage.parity);  // V is the K tile: its fragments are read before P is there
-    u32 v[2][4];
-    load_v(v[0], 0, 0);
-    load_v(v[1], 1, 0);
+    const u32 slot0 = stage.slot, base0 = memory.k(slot0);
+    mbarrier_wait(memory.k_full(slot0), stage.parity);  // V is the K tile: its fragments are read before P is there
+    stage.next();
+    const u32 slot1 = stage.slot, base1 = memory.k(slot1);
+    mbarrier_wait(memory.k_full(slot1), stage.parity);
+    stage.next();
+    u32 v[4][4];
+#pragma unroll
+    for (u32 step = 0; step < 4; step++) load_v(v[step], step < 2 ? base0 : base1, step & 1);
     mbarrier_wait(memory.p_full(p_slot.slot), p_slot.parity);
     const u64 p = descriptor(descriptor_shape(1024, 128, Swizzle::none), memory.p(p_slot.slot));
-    const u32 factors = memory.factor(p_slot.slot, 2 * (lane & 3));
+    const u32 factors = memory.factor(p_slot.slot);
 #pragma unroll
     for (u32 m = 0; m < 4; m++) {
-      part_columns(v[0]);
-      part_columns(v[1]);
+#pragma unroll
+      for (u32 step = 0; step < 4; step++) part_columns(v[step]);
 #pragma unroll
       for (u32 h = 0; h < 2; h++) {
         float t[16];  // rT = rV @ sP[b], one half of the heads
         wgmma_fence();
-        wgmma_m64n32k32(t, v[0], p + h * (512 >> 4), 0);
-        wgmma_m64n32k32(t, v[1], p + (2048 + h * 512 >> 4), 1);
+#pragma unroll
+        for (u32 step = 0; step < 4; step++) wgmma_m64n32k32(t, v[step], p + (step * 2048 + h * 512 >> 4), step > 0);
         wgmma_commit();
-        float2 factor[4];
+        float4 f[2];  // bits 7 and 8 of `at` are the lane of the quad
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) factor[j] = load_shared_float2(factors + (4 * h + j) * 32);
+        for (u32 j = 0; j < 2; j++) f[j] = load_shared_float4((at >> 3 & 48) + (factors + (2 * h + j) * 64));
         wgmma_wait<0>();
-        if (h == 1 && m < 3) {
-          load_v(v[0], 0, m + 1);
-          load_v(v[1], 1, m + 1);
-          if (m == 2) mbarrier_arrive(memory.k_empty(stage.slot));
+        if (h == 1) at = opaque(at ^ (m & 1 ? 48 : 16));
+        const bool more = h == 1 && m < 3;
+        if (more) {
+          load_v(v[0], base0, 0);
+          load_v(v[1], base0, 1);
         }
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-          float* x = o[m] + 16 * h + 4 * j;
-          x[0] = fmaf(x[0], factor[j].x, t[4 * j]);
-          x[1] = fmaf(x[1], factor[j].y, t[4 * j + 1]);
-          x[2] = fmaf(x[2], factor[j].x, t[4 * j + 2]);
-          x[3] = fmaf(x[3], factor[j].y, t[4 * j + 3]);
+        float* x = o[m] + 16 * h;
+        add(x, t, f[0].x, f[0].y);
+        add(x + 4, t + 4, f[0].z, f[0].w);
+        if (more) {
+          load_v(v[2], base1, 0);
+          load_v(v[3], base1, 1);
+          if (m == 2) {
+            mbarrier_arrive(memory.k_empty(slot0));
+            mbarrier_arrive(memory.k_empty(slot1));
+          }
         }
+        add(x + 8, t + 8, f[1].x, f[1].y);
+        add(x + 12, t + 12, f[1].z, f[1].w);
       }
     }
   }
 
-  DEVICE void store(int token, int group, u32 ring) {
-    u32* out = params.out + (static_cast<i64>(token) * params.out_heads + group * kHeads) * (kDv / 2) + half * 128 +
-               warp * 8 + (lane >> 2);
+  // Lines of 128 bytes, 32 bytes at a time: neighbours in time are of different lines.
+  DEVICE void store(int token, int group, u32 ring) const {
+    // Thread index and base address anew: they would not fit in registers beside the products.
+    const u32 thread = thread_index(), pair = 2 * (thread & 3);
+    const Memory memory{shared_address(shared)};
+    u32* out = params.out + (static_cast<i64>(token) * params.out_heads + group * kHeads) * (kDv / 2) + (thread >> 5) * 32 +
+               (thread >> 2 & 7);
     const u32 heads = params.h_q - group * kHeads;
+    float2 weight[8];
 #pragma unroll
-    for (u32 j = 0; j < 8; j++) {
-      const u32 head = 8 * j + 2 * (lane & 3);
-      const float2 f = load_shared_float2(memory.weight(ring, head));
+    for (u32 j = 0; j < 8; j++) weight[j] = load_shared_float2(memory.weight(ring, 8 * j + pair));
 #pragma unroll
-      for (u32 m = 0; m < 4; m++) {
-        if (head < heads) out[head * (kDv / 2) + m * 32] = pack_bf16(o[m][4 * j] * f.x, o[m][4 * j + 2] * f.x);
-        if (head + 1 < heads) {
-          out[(head + 1) * (kDv / 2) + m * 32] = pack_bf16(o[m][4 * j + 1] * f.y, o[m][4 * j + 3] * f.y);
-        }
+    for (u32 m = 0; m < 4; m++) {
+#pragma unroll
+      for (u32 j = 0; j < 8; j++) {
+        const u32 head = 8 * j + pair;
+        const float* x = o[m] + 4 * j;
+        u32* row = out + head * (kDv / 2) + m * 8;
+        if (head < heads) row[0] = pack_bf16(x[0] * weight[j].x, x[2] * weight[j].x);
+        if (head + 1 < heads) row[kDv / 2] = pack_bf16(x[1] * weight[j].y, x[3] * weight[j].y);
       }
     }
   }
 
-  DEVICE void run(int items, int groups) {
+  DEVICE void run() {
     u32 ring = 0;
-    for (int item = blockIdx.x; item < items; item += gridDim.x) {
-      const int token = item / groups;
-      const int blocks = blocks_of(length_of(params, token));
+    at = opaque((half * 2 + (warp >> 1)) * kLatentTile + lane * 128 + (((warp & 1) * 4 ^ (lane & 7)) << 4));
+    for (int item = blockIdx.x; item < items_of(params); item += gridDim.x) {
 #pragma unroll
       for (u32 m = 0; m < 4; m++) {
 #pragma unroll
         for (u32 e = 0; e < 32; e++) o[m][e] = 0.f;
       }
-      for (int block = 0; block < blocks; block++) {
+      bool last;
+      do {
         multiply();
+        last = load_shared_u32(memory.last(p_slot.slot));
         mbarrier_arrive(memory.p_empty(p_slot.slot));
-        stage.next();
         p_slot.next();
-      }
-      store(token, item % groups, ring);
+      } while (!last);
+      store(item / groups_of(params), item % groups_of(params), ring);
       ring = ring + 1 & 3;
     }
   }
@@ -521,7 +606,6 @@ struct Values {
 // ---- kernel ----------------------------------------------------------------------------------------------------
 
 extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill(const __grid_constant__ PrefillParams params) {
-  extern __shared__ __align__(1024) u8 shared[];
   const Memory memory{opaque(shared_address(shared))};
   const u32 lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
   const u32 role = __shfl_sync(~0u, threadIdx.x >> 7, 0);
@@ -532,25 +616,22 @@ extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill(con
       mbarrier_init(memory.k_full(i), 128);   // producer
       mbarrier_init(memory.k_empty(i), 256);  // values
     }
-    mbarrier_init(memory.q_full(), 128);   // producer
-    mbarrier_init(memory.q_empty(), 128);  // scores
     for (int i = 0; i < 2; i++) {
+      mbarrier_init(memory.q_empty(i), 128);  // scores
       mbarrier_init(memory.p_full(i), 128);   // scores
       mbarrier_init(memory.p_empty(i), 256);  // values
     }
     fence_mbarrier_init();
   }
   __syncthreads();
-  const int groups = (params.h_q + kHeads - 1) / kHeads;
-  const int items = params.s_q * groups;
   if (role == 3) {
     set_max_registers_down<kProducerRegisters>();
-    Producer{params, memory, lane, warp, {}, {}}.run(items, groups);
+    Producer{params, memory, lane, warp, {}, {}}.run();
   } else if (role == 2) {
     set_max_registers_up<kScoreRegisters>();
-    Scores{params, memory, lane, warp, {}, {}}.run(items, groups);
+    Scores{params, memory, lane, warp, {}, {}}.run();
   } else {
     set_max_registers_up<kValueRegisters>();
-    Values{params, memory, lane, warp, role, {}, {}}.run(items, groups);
+    Values{params, memory, lane, warp, role, {}, {}}.run();
   }
 }

@@ -25,7 +25,20 @@ DEVICE const u8* opaque(const u8* x) {
   return x;
 }
 
+// threadIdx.x, read where it is used: no register keeps it.
+DEVICE u32 thread_index() {
+  u32 x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 // ---- shared-memory loads and stores by address -----------------------------------------------------------------
+
+DEVICE u32 load_shared_u32(u32 shared) {
+  u32 x;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
 
 DEVICE u64 load_shared_u64(u32 shared) {
   u64 x;
@@ -56,6 +69,10 @@ DEVICE float4 load_shared_float4(u32 shared) {
 
 DEVICE void store_shared_u16(u32 shared, u32 x) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(shared), "h"(static_cast<u16>(x)) : "memory");
+}
+
+DEVICE void store_shared_u32(u32 shared, u32 x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(x) : "memory");
 }
 
 DEVICE void store_shared_float(u32 shared, float x) {
@@ -139,6 +156,15 @@ DEVICE float4 load_cluster_float4(u32 address) {
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "r"(address)
                : "memory");
+  return x;
+}
+
+// ---- global loads ----------------------------------------------------------------------------------------------
+
+// A load that stays where it is written, of memory that no thread writes meanwhile.
+DEVICE u32 load_global_u32(const void* global) {
+  u32 x;
+  asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(global));
   return x;
 }
 
