@@ -30,7 +30,7 @@ LINES = 800
 
 SOURCES = sorted(p for p in jit.KERNELS.rglob("*") if p.suffix in (".cu", ".cuh"))
 PREFILL = (jit.KERNELS / "sm90/prefill.cuh").read_text()
-VARIANTS = {variant.name: variant for variant in sm90.variants()}
+VARIANTS = {variant.name: variant for variant in sm90.PREFILL.values()}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -113,7 +113,7 @@ def test_more_shared_memory_than_there_is_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_both_widths_have_a_variant() -> None:
-    assert {v.defines["D_QK"] for v in sm90.variants()} == {512, 576}
+    assert {v.defines["D_QK"] for v in sm90.PREFILL.values()} == {512, 576}
 
 
 # The struct of a launch
@@ -206,7 +206,7 @@ def test_the_kernel_has_the_sizes_of_its_launch(tmp_path: Path) -> None:
     shutil.copytree(jit.KERNELS / "sm90", tmp_path / "sm90")
     asserts = "".join(f"static_assert({claim});\n" for claim in claims)
     (tmp_path / "probe.cu").write_text(f'#include "sm90/prefill.cuh"\n{asserts}')
-    for variant in sm90.variants():
+    for variant in sm90.PREFILL.values():
         compiled(replace(variant, root=tmp_path, source="probe.cu"))
 
 
