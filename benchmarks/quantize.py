@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,8 +87,7 @@ def median_ms(calls: list[Callable[[], Any]]) -> float:
         calls[number % len(calls)]()
         mark.record()
     torch.cuda.synchronize()
-    pairs = zip(marks, marks[1:], strict=False)
-    return statistics.median(before.elapsed_time(after) for before, after in pairs)
+    return statistics.median(start.elapsed_time(stop) for start, stop in pairwise(marks))
 
 
 def measure(row: Row) -> str:
