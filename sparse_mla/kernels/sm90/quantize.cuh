@@ -136,7 +136,7 @@ struct Divisor {
 
 // ---- rows ------------------------------------------------------------------------------------------------------
 
-// Part `index` of the elements of a lane's words, as a number.
+// Element `index` of a lane's words, as a number.
 template <int kWords>
 DEVICE float element(const u32 (&words)[kWords], int index) {
   if constexpr (kPairs) return Element::value(index & 1 ? words[index / 2] >> 16 : words[index / 2] & 0xffff);
