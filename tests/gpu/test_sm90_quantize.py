@@ -123,6 +123,11 @@ def forms_of(q: torch.Tensor) -> dict[str, torch.Tensor]:
         view = buffer[..., before : before + width]
         return view.copy_(q)
 
+    s_q, h_q, d_qk = q.shape
+    size = s_q * (h_q * d_qk + 1)
+    apart = torch.full((size,), math.nan, dtype=q.dtype, device=DEVICE)
+    tokens_apart = apart.as_strided(q.shape, (h_q * d_qk + 1, d_qk, 1))
+    heads = torch.full((s_q, 16, d_qk + 1), math.nan, dtype=q.dtype, device=DEVICE)
     sparse = torch.full((2 * len(q), *q.shape[1:]), math.nan, dtype=q.dtype, device=DEVICE)[1::2]
     return {
         "dense": q,
@@ -131,6 +136,8 @@ def forms_of(q: torch.Tensor) -> dict[str, torch.Tensor]:
         "gaps of 16 bytes": within(32 // q.element_size(), 16 // q.element_size()),
         "gaps of an element": within(1, 0),
         "4-byte gaps": within(4 // q.element_size(), 4 // q.element_size()),
+        "an element after each token": tokens_apart.copy_(q),
+        "an element after each head of an aligned token": heads[:, :h_q, :d_qk].copy_(q),
         "an element off": guarded_like(q, offset=1).tensor,
     }
 
@@ -202,14 +209,15 @@ def test_float32_of_any_bits_by_any_scale(odd_start: bool) -> None:
     check(torch.ldexp(torch.rand(shape, generator=g, device=DEVICE) - 0.5, exponents))
 
 
-@pytest.mark.parametrize("low", [-90.0, -10.0, 70.0])
+@pytest.mark.parametrize("low", [-126.0, -105.0, -90.0, -10.0, 70.0, 90.0])
 def test_quotients_beside_ties(low: float) -> None:
-    """Within two float32 steps of halfway between neighbours of e4m3, scales of 30 binades."""
+    """Within two float32 steps of halfway between neighbours of e4m3, scales of 30 binades: those
+    that the quick division takes, and those that are too small or too large for it."""
     s_q, h_q = 256 // SHRINK + 1, 64
     g = generator(7)
     shape = (s_q, h_q, 512)
     scale = (torch.rand(shape[:2], generator=g, device=DEVICE) * 30 + low).exp2()
-    scale = scale.clamp(2.0**-90, 2.0**100)
+    scale = scale.clamp(2.0**-126, 2.0**117)
     halfway = torch.randint(16, 32, shape, generator=g, device=DEVICE).float() + 0.5
     halfway = torch.ldexp(halfway, torch.randint(-15, 6, shape, generator=g, device=DEVICE))
     step = torch.randint(-2, 3, shape, generator=g, device=DEVICE, dtype=torch.int32)
