@@ -101,6 +101,10 @@ def compile_variant(variant: Variant, arch: str = DEFAULT_ARCH) -> Compiled:
     entry = jit_cache.read(key)
     if entry is None:
         cubin, log, ran = _compile(variant, arch, sources, options)
+        if not log:
+            # NVRTC has a cache too where there is a driver, and what comes from there comes
+            # without the report of ptxas.
+            cubin, log, ran = _compile(variant, arch, sources, (*options, "--no-cache"))
         # Another NVRTC than the installed package's was loaded first: its work does not belong
         # under this key.
         if f"nvrtc {ran}." in compiler:

@@ -178,6 +178,26 @@ def test_work_of_another_compiler_is_not_stored(
 
 
 @needs_nvrtc
+def test_work_out_of_the_compilers_own_cache_gets_its_report(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVRTC 13 keeps cubins beside the driver's, without their reports: it is told not to."""
+    real, asked = jit._compile, []
+
+    def compile_(variant: Variant, arch: str, sources: object, options: tuple[str, ...]) -> object:
+        asked.append(options)
+        cubin, log, ran = real(variant, arch, sources, options)
+        return cubin, log if "--no-cache" in options else "", ran
+
+    monkeypatch.setattr(jit, "_compile", compile_)
+    first = compile_variant(variant(root))
+    assert first.resources.registers > 0
+    assert [options[-1] == "--no-cache" for options in asked] == [False, True]
+    assert compile_variant(variant(root)) == first
+    assert len(asked) == 2
+
+
+@needs_nvrtc
 def test_sixteen_processes_on_an_empty_cache(root: Path) -> None:
     """All start at once, each with a compiler of its own, and all get the same kernel."""
     program = """
