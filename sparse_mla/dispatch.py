@@ -2,7 +2,8 @@
 
 A backend is a module of ``backends`` with ``NAME``, ``available() -> str | None`` (why it can run
 nothing on this machine), ``refusal(problem) -> str | None`` (why it cannot run this problem) and
-``run(problem)``, which writes every element of the three outputs.
+``run(problem)``, which writes every element of the three outputs. One that quantises float queries
+faster than torch has ``quantize_queries(q, q_scale)`` besides.
 """
 
 from __future__ import annotations
@@ -119,6 +120,23 @@ def choose(problem: PrefillProblem, backend: str = "auto") -> Backend:
 def refusals(problem: PrefillProblem) -> dict[str, str | None]:
     """Each backend's reason for not running ``problem``; ``None`` where it would."""
     return {name: load(name).refusal(problem) for name in BACKENDS}
+
+
+def quantize_queries(
+    q: torch.Tensor, q_scale: torch.Tensor | None, backend: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """A float q in FP8 and its scales, by the backend that is named or would be tried first.
+
+    ``None`` where that backend has no faster way than ``quantize.quantize_queries``, whose results
+    these are, bit for bit: they do not depend on which backend runs the problem afterwards.
+    """
+    if not _is_name(backend):
+        return None  # `choose` refuses it
+    if backend == "auto":
+        backend = environment.forced_backend()
+    name = order(q.device.type)[0] if backend == "auto" else backend
+    quantise = getattr(load(name), "quantize_queries", None)
+    return None if quantise is None else quantise(q, q_scale)
 
 
 def run(problem: PrefillProblem, backend: str = "auto") -> str:

@@ -166,7 +166,8 @@ def sparse_mla_prefill(
 
     Args:
         q: [s_q, h_q, d_qk] with any h_q >= 1, d_qk 512 or 576; float8_e4m3fn, bfloat16, float16 or
-            float32. Beside an FP8 kv, a q of a float type is quantised to FP8 on its device.
+            float32. Beside an FP8 kv, a q of a float type is quantised to FP8 on its device (on
+            Hopper in one launch), with the bytes that :func:`quantize_fp8` gives.
         kv: [s_kv, d_qk] or [s_kv, 1, d_qk], the same dtypes. One of a float type is computed
             unquantised, and wants a q of a float type and no scales.
         indices: int32 [s_q, topk] or [s_q, 1, topk] with any topk >= 1; -1 pads.

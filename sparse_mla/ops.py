@@ -87,12 +87,12 @@ def run_prefill(
         }  # fmt: skip
         outputs = {"out": out, "max_logits": max_logits, "lse": lse}
         with _dumped("sparse_mla_prefill", arguments | outputs):
-            problem = _with_quantised_q(check_prefill(**arguments, **outputs))
+            problem = _with_quantised_q(check_prefill(**arguments, **outputs), backend)
             return _run(_with_debug(problem), backend)
     problem = check_prefill(
         q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
     )
-    return _run(_with_quantised_q(problem), backend)
+    return _run(_with_quantised_q(problem, backend), backend)
 
 
 def _run(problem: PrefillProblem, backend: str = "auto") -> Outputs:
@@ -121,11 +121,13 @@ def _dumped(operator: str, arguments: dict[str, Any]) -> Iterator[None]:
         yield
 
 
-def _with_quantised_q(problem: PrefillProblem) -> PrefillProblem:
+def _with_quantised_q(problem: PrefillProblem, backend: str) -> PrefillProblem:
     """The problem with an FP8 q: one of a float type is quantised where kv is FP8."""
     if problem.kv_scale is None or problem.q.dtype is E4M3:
         return problem
-    q, q_scale = quantize.quantize_queries(problem.q, problem.q_scale)
+    given = problem.q, problem.q_scale
+    quantised = dispatch.quantize_queries(*given, backend)
+    q, q_scale = quantize.quantize_queries(*given) if quantised is None else quantised
     return replace(problem, q=q, q_scale=q_scale)
 
 

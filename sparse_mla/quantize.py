@@ -115,7 +115,9 @@ def _finite_magnitudes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_of(largest: torch.Tensor) -> torch.Tensor:
-    scale = (largest / E4M3_MAX).clamp(min=SMALLEST_SCALE)
+    # On a GPU torch multiplies by the reciprocal of a number: a tensor is divided by everywhere,
+    # so that a scale does not depend on the device.
+    scale = (largest / largest.new_full((), E4M3_MAX)).clamp(min=SMALLEST_SCALE)
     return torch.where(largest == 0, 1.0, scale)
 
 

@@ -178,6 +178,38 @@ def test_work_of_another_compiler_is_not_stored(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("known", [True, False], ids=["knows --no-cache", "does not know it"])
+def test_the_compilers_own_cache_is_passed_by(
+    known: bool, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a driver NVRTC 13 keeps cubins without their reports; older ones have no cache."""
+    nvrtc = jit._nvrtc()
+    real, asked = nvrtc.nvrtcCompileProgram, []
+
+    def compile_(program: object, count: int, options: list[bytes]) -> tuple[object]:
+        asked.append(options[-1])
+        if b"--no-cache" not in options:
+            return real(program, count, options)
+        if known:
+            return real(program, count - 1, options[:-1])
+        return (nvrtc.nvrtcResult.NVRTC_ERROR_INVALID_OPTION,)
+
+    monkeypatch.setattr(nvrtc, "nvrtcCompileProgram", compile_)
+    assert compile_variant(variant(root)).resources.registers > 0
+    assert asked[0] == b"--no-cache"
+    assert len(asked) == (1 if known else 2)
+
+
+@needs_nvrtc
+def test_a_stored_cubin_without_its_report_is_compiled_again(root: Path) -> None:
+    first = compile_variant(variant(root))
+    jit.jit_cache.write(first.key, first.cubin, "")
+    again = compile_variant(variant(root))
+    assert (again.cubin, again.resources) == (first.cubin, first.resources)
+    assert jit.jit_cache.read(first.key) == (again.cubin, again.log)
+
+
+@needs_nvrtc
 def test_sixteen_processes_on_an_empty_cache(root: Path) -> None:
     """All start at once, each with a compiler of its own, and all get the same kernel."""
     program = """

@@ -17,6 +17,7 @@ import torch
 
 from .. import jit
 from ..params import D_V
+from . import sm90_quantize
 from .sm90_plan import KERNELS, WIDE_HEADS, Part, plan
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ _thread = threading.local()
 
 def variants() -> tuple[jit.Variant, ...]:
     """Every kernel of this backend, for who compiles them ahead."""
-    return tuple(KERNELS.values())
+    return (*KERNELS.values(), *sm90_quantize.KERNELS.values())
 
 
 def available() -> str | None:
@@ -82,6 +83,15 @@ def refusal(problem: PrefillProblem) -> str | None:
     if kv_stride >= 2**32 or problem.s_q * -(-problem.h_q // 8) * 16 >= 2**31:
         return f"kv stride {kv_stride} or s_q {problem.s_q} is past the kernels' range"
     return None
+
+
+def quantize_queries(
+    q: torch.Tensor, q_scale: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What ``quantize.quantize_queries`` gives, in one launch; ``None`` where no kernel runs."""
+    if not q.is_cuda or device_reason(q.get_device()) is not None:
+        return None
+    return sm90_quantize.quantize_queries(q, q_scale)
 
 
 def plan_of(problem: PrefillProblem) -> tuple[Part, ...]:

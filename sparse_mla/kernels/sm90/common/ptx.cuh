@@ -161,6 +161,13 @@ DEVICE float4 load_cluster_float4(u32 address) {
 
 // ---- global loads ----------------------------------------------------------------------------------------------
 
+// 16 bytes that nobody else reads, and nobody writes while the kernel runs: they pass the L1 cache by.
+DEVICE void load_global_once(u32 (&r)[4], const void* global) {
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "l"(global));
+}
+
 // A load that stays where it is written, of memory that no thread writes meanwhile.
 DEVICE u32 load_global_u32(const void* global) {
   u32 x;
@@ -288,6 +295,26 @@ DEVICE u32 pack_e4m3(float x0, float x1, float x2, float x3) {
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x1), "f"(x0));
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x3), "f"(x2));
   return static_cast<u32>(low) | static_cast<u32>(high) << 16;
+}
+
+DEVICE float float_from_half(u16 bits) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(bits));
+  return y;
+}
+
+// The smaller of |x| and |y|; NaN where one of them is.
+DEVICE float min_magnitude(float x, float y) {
+  float z;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(fabsf(x)), "f"(fabsf(y)));
+  return z;
+}
+
+// The larger of each of two pairs of 16-bit numbers.
+DEVICE u32 max_u16x2(u32 x, u32 y) {
+  u32 z;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
+  return z;
 }
 
 // Two float32 to a bfloat16 pair, x0 in the low half.
