@@ -118,6 +118,7 @@ def test_a_dump_that_fails_warns_once_and_lets_the_call_go_on(folder: Path, brok
     assert ran == 2
     (warning,) = caught
     assert warning.category is RuntimeWarning
+    assert warning.filename == __file__
     assert "sparse-mla explain dump-failed" in str(warning.message)
     assert not folder.is_dir() or dumps(folder) == []
 

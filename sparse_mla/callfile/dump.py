@@ -6,13 +6,12 @@ import contextlib
 import itertools
 import os
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..errors import error
+from ..errors import error, warn
 from . import container
 from .call import ARGUMENTS, RESULTS, Buffer, Call, encoded
 from .container import shown
@@ -114,4 +113,4 @@ def warn_once(folder: str, reason: str) -> None:
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         fault = error("dump-failed", path=shown(folder), reason=reason)
-        warnings.warn(str(fault), RuntimeWarning, stacklevel=2)
+        warn(str(fault), RuntimeWarning)
