@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import sparse_mla
-from sparse_mla import quantize_fp8
+from sparse_mla import dispatch, quantize_fp8
 from sparse_mla.integrations import sglang as ours
 
 NEWER, OLDER = ours.MODULES
@@ -95,6 +95,31 @@ def test_installed_ours_runs_wherever_theirs_was_imported(stand_in, path, functi
     assert torch.equal(out, want[0])
     assert torch.equal(max_logits, want[1])
     assert torch.equal(lse, want[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_calls_that_sglang_makes(stand_in, device) -> None:
+    """All by name; parts of larger buffers to write into, and a scale without a dimension."""
+    stand_in(with_outputs)
+    ours.install()
+    prefill = sys.modules[CALLER].prefill
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call().items()}
+    want = prefill(**given)
+    buffers = (
+        torch.empty(5, 64, 512, dtype=torch.bfloat16, device=device),
+        torch.empty(5, 64, device=device),
+        torch.empty(5, 64, device=device),
+    )
+    out, max_logits, lse = (buffer[:2] for buffer in buffers)
+    got = prefill(**given, out=out, max_logits=max_logits, lse=lse)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(got, buffers, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert dispatch.last_backend() == ("sm90" if device == "cuda" else "cpu")
+
+    one = torch.ones((), device=device)
+    want = prefill(**given | {"q_scale": one.reshape(1), "kv_scale": one.reshape(1)})
+    got = prefill(**given | {"q_scale": one, "kv_scale": one})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_it_says_what_it_did_and_prints_nothing(stand_in, capsys) -> None:
