@@ -282,7 +282,9 @@ BROKEN: dict[str, dict[str, Any]] = {
     "indices.ndim": {"indices": torch.zeros(2, 128, dtype=torch.int32)},
     "d_qk": {"kv": torch.zeros(40, 1, 512).to(FP8)},
     "h_q": {"q": torch.zeros(2, 16, 576).to(FP8)},
-    "h_kv": {"kv": torch.zeros(40, 2, 576).to(FP8), "indices": torch.zeros(2, 2, 128, dtype=torch.int32)},
+    "h_kv": {
+        "kv": torch.zeros(40, 2, 576).to(FP8), "indices": torch.zeros(2, 2, 128, dtype=torch.int32),
+    },
     "topk": {"indices": torch.zeros(2, 1, 100, dtype=torch.int32)},
     "indices.dtype": {"indices": torch.zeros(2, 1, 128, dtype=torch.int64)},
     "d_v": {"d_v": 256},
