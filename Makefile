@@ -3,13 +3,14 @@ VENV ?= .venv
 JOBS ?= 2
 PYTHON ?= python3
 ARGS ?=
+SGLANG ?= sglang==0.5.23
 
 BIN := $(VENV)/bin
 # One thread for each test process: several processes that each use every core are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo site test quick imports lint format types clean
+.PHONY: help venv demo site test quick imports sglang lint format types clean
 
 help:
 	@echo 'make demo     compute FP8 sparse MLA attention here, check it and time it (ARGS="--help": its options)'
@@ -17,6 +18,7 @@ help:
 	@echo 'make test     every test that this machine can run (ARGS="-k merge": some of them)'
 	@echo 'make quick    the tests without the slow ones'
 	@echo 'make imports  the tests of who may import whom, and of the time an import takes'
+	@echo 'make sglang   the tests of sparse_mla.integrations.sglang, against the wheel of one release'
 	@echo 'make lint     ruff: rules and format        make format  let ruff mend what it can'
 	@echo 'make types    mypy, strict                  make clean   remove $(VENV) and caches'
 
@@ -37,6 +39,11 @@ quick: venv
 
 imports: venv
 	$(PYTEST) tests/test_imports.py
+
+# Its wheel alone, in a folder of its own: what it needs to run is several GB, and its file asks for none of it.
+sglang: venv
+	test -d build/$(SGLANG) || $(BIN)/python -m pip install --quiet --no-deps --target build/$(SGLANG) $(SGLANG)
+	PYTHONPATH=build/$(SGLANG) $(PYTEST) tests/test_integrations_sglang.py
 
 lint: venv
 	$(BIN)/python -m ruff check .

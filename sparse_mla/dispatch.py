@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import sys
 import threading
-import warnings
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from . import environment
-from .errors import SlowBackendWarning, error
+from .errors import SlowBackendWarning, error, warn
 
 if TYPE_CHECKING:
     from .params import PrefillProblem
@@ -182,15 +180,7 @@ def _warn_slow(chosen: str, refused: list[tuple[str, str]]) -> None:
     _warned.add(key)
     better = " or ".join(name for name, _ in refused)
     text = str(error("slow-backend", chosen=chosen, better=better, reasons=key[1]))
-    warnings.warn(text, SlowBackendWarning, stacklevel=_callers_level())
-
-
-def _callers_level() -> int:
-    """The ``stacklevel``, seen from our caller, of the nearest frame outside this package."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] == __package__:
-        level, frame = level + 1, frame.f_back
-    return level
+    warn(text, SlowBackendWarning)
 
 
 def _listed(refused: list[tuple[str, str]]) -> str:

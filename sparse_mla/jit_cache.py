@@ -18,11 +18,10 @@ import os
 import secrets
 import stat
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import SparseMLAError, error
+from .errors import SparseMLAError, error, warn
 
 MAGIC = b"sparse-mla cubin 1\n"
 DIGEST_BYTES = hashlib.sha256().digest_size
@@ -187,4 +186,4 @@ def _say(cause: SparseMLAError) -> None:
     what = (cause.id, str(cause.context["path"]))
     if what not in _said:
         _said.add(what)
-        warnings.warn(KernelCacheWarning(cause), stacklevel=3)
+        warn(KernelCacheWarning(cause))

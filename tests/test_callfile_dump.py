@@ -97,7 +97,9 @@ def test_name_and_mode(folder: Path) -> None:
     with pytest.raises(ZeroDivisionError), dump_call(STRICT, small_call().keywords()):
         raise ZeroDivisionError
     (file,) = dumps(folder)
-    assert re.fullmatch(rf"{STRICT}-\d{{8}}T\d{{6}}-{os.getpid()}-\d{{4}}\.safetensors", file.name)
+    assert re.fullmatch(
+        rf"{STRICT}-\d{{8}}T\d{{6}}-{os.getpid()}-[0-9a-f]{{6}}-\d{{4}}\.safetensors", file.name
+    )
     assert file.stat().st_mode & 0o777 == 0o600  # prompts are nobody else's business
     assert folder.stat().st_mode & 0o777 == 0o700
 
@@ -118,6 +120,7 @@ def test_a_dump_that_fails_warns_once_and_lets_the_call_go_on(folder: Path, brok
     assert ran == 2
     (warning,) = caught
     assert warning.category is RuntimeWarning
+    assert warning.filename == __file__
     assert "sparse-mla explain dump-failed" in str(warning.message)
     assert not folder.is_dir() or dumps(folder) == []
 

@@ -150,7 +150,7 @@ def test_a_scale_that_fits(tmp_path: Path) -> None:
 
 def test_nan_in_fp8(tmp_path: Path) -> None:
     found = inspected(tmp_path, stored([math.nan, 1.0], 0.1))["kv"]
-    assert found["not_a_number"] == 40 * 256
+    assert found["not_finite"] == 40 * 256
     assert "cast without being clamped" in found["advice"]
 
 
@@ -174,6 +174,57 @@ def test_the_time_of_a_captured_call(tmp_path: Path) -> None:
     save_call(tmp_path / "call.safetensors", call)
     result = CliRunner().invoke(build(), ["inspect", str(tmp_path / "call.safetensors")])
     assert "0.0125 s when it was captured" in result.output
+
+
+@pytest.mark.parametrize("seconds", ["soon", "1\n2", "\x1b[31m1"])
+def test_a_time_that_is_none_is_left_out(tmp_path: Path, seconds: str) -> None:
+    call = small_call()
+    call.metadata["seconds"] = seconds
+    save_call(tmp_path / "call.safetensors", call)
+    result = CliRunner().invoke(build(), ["inspect", str(tmp_path / "call.safetensors")])
+    assert result.exit_code == 0
+    assert "captured" not in result.output
+
+
+def test_infinite_values_are_counted_and_kept_out_of_the_figures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra [plot]")
+    q, kv = torch.ones(2, 3, 512), torch.ones(5, 512)
+    q[0, 1, 7], kv[4] = math.inf, math.nan
+    call = general(q, kv, [[0, 1, 2], [2, 3, 4]])
+    found = inspected(tmp_path, call, "--plot", str(tmp_path / "call.png"))
+    assert found["logits"]["not_finite"] == 1 + 3  # one head of one query, and all that meet row 4
+    assert found["logits"]["largest"] == {"median": 512.0, "min": 512.0, "max": 512.0}
+    assert (found["q"]["largest"], found["q"]["not_finite"]) == (1.0, 1)
+    assert (found["kv"]["largest"], found["kv"]["not_finite"]) == (1.0, 512)
+    assert found["kv"]["advice"] == "holds NaN or infinite values"
+    call.tensors["kv"][:] = math.nan  # no figure is left to draw
+    found = inspected(tmp_path, call, "--plot", str(tmp_path / "call.png"))
+    assert found["logits"]["spread"] is None
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf])
+def test_a_scale_that_gives_nan_is_said(tmp_path: Path, scale: float) -> None:
+    found = inspected(tmp_path, stored([448.0, 1.0], scale))["kv"]
+    assert found["advice"] == "a scale that is not a finite positive number makes the results NaN"
+    assert found["better_scale"] is None
+
+
+def test_values_near_the_end_of_float32(tmp_path: Path) -> None:
+    call = general(torch.full((1, 1, 512), 1e-38), torch.full((3, 512), 3e38), [[0, 1]])
+    for name, largest in (("q", 1e-38), ("kv", 3e38)):
+        found = inspected(tmp_path, call)[name]
+        assert found["largest"] == pytest.approx(largest)
+        assert (found["not_finite"], found["subnormal"]) == (0, 0.0)
+
+
+def test_a_call_without_queries(tmp_path: Path) -> None:
+    q, kv = torch.ones(0, 2, 512).to(FP8), torch.ones(3, 512).to(FP8)
+    indices = torch.zeros(0, 4, dtype=torch.int32)
+    tensors = {"q": q, "kv": kv, "indices": indices, "q_scale": torch.ones(0)}
+    call = Call(GENERAL, tensors | {"kv_scale": torch.ones(3)}, {"sm_scale": 1.0})
+    found = inspected(tmp_path, call)
+    assert found["q"]["scale"] is None
+    assert found["selection"]["slots"] == 0
 
 
 def test_a_broken_contract_is_said_and_exits_1(tmp_path: Path) -> None:

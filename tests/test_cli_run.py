@@ -13,7 +13,8 @@ import torch
 from callfiles import same_bits, small_call
 from typer.testing import CliRunner
 
-from sparse_mla.callfile import GENERAL, RESULTS, Call, load_call, save_call
+import sparse_mla
+from sparse_mla.callfile import GENERAL, RESULTS, Call, capture, load_call, save_call
 from sparse_mla.cli import build
 from sparse_mla.cli.replay import only, operations, sample
 
@@ -142,6 +143,19 @@ def test_a_backend_that_is_off_is_found_by_the_reference(
     result = invoke("run", file, "--backend", "cpu", "--verify", "--json")
     assert result.exit_code == 1
     assert not json.loads(result.stdout)["verified"][0]["ok"]
+
+
+def test_results_in_float32_are_compared_as_such(tmp_path: Path) -> None:
+    """A model of transformers asks for them; the reference rounded to bfloat16 is 0.2% off."""
+    generator = torch.Generator().manual_seed(3)
+    q, kv = torch.randn(90, 3, 512, generator=generator), torch.randn(9, 512, generator=generator)
+    indices = torch.randint(0, 9, (90, 5), generator=generator, dtype=torch.int32)
+    with capture(tmp_path) as log:
+        sparse_mla.sparse_mla_prefill(q, kv, indices, out=torch.empty(90, 3, 512))
+    answer = json.loads(invoke("run", log.files[0], "--verify", "--json").stdout)
+    assert answer["results"]["out"]["dtype"] == "float32"
+    assert answer["verified"][0]["queries"] == 64
+    assert answer["verified"][0]["out_relative_l2"] < 1e-5
 
 
 def test_without_verify_nothing_is_compared(file: Path) -> None:

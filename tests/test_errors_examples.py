@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -54,6 +55,7 @@ def _has_nvrtc() -> bool:
 @pytest.fixture
 def own_environment() -> Iterator[None]:
     """What an example puts into the environment or among the modules ends with it."""
+    importlib.import_module("sparse_mla.interface")  # what an example imports first is dropped
     with mock.patch.dict(os.environ), mock.patch.dict(sys.modules), warnings.catch_warnings():
         yield
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import os
 import sys
 import tempfile
@@ -96,6 +97,7 @@ REFUSED = [
 
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
+    importlib.import_module("sparse_mla.interface")  # what an example imports first is dropped
     with mock.patch.dict(os.environ), mock.patch.dict(sys.modules), warnings.catch_warnings():
         yield
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import importlib.util
+import inspect
 import subprocess
 import sys
 import types
@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_mla
-from sparse_mla import quantize_fp8
+from sparse_mla import dispatch, quantize_fp8
 from sparse_mla.integrations import sglang as ours
 
 NEWER, OLDER = ours.MODULES
@@ -95,6 +96,31 @@ def test_installed_ours_runs_wherever_theirs_was_imported(stand_in, path, functi
     assert torch.equal(out, want[0])
     assert torch.equal(max_logits, want[1])
     assert torch.equal(lse, want[2])
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_calls_that_sglang_makes(stand_in, device) -> None:
+    """All by name; parts of larger buffers to write into, and a scale without a dimension."""
+    stand_in(with_outputs)
+    ours.install()
+    prefill = sys.modules[CALLER].prefill
+    given = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in call().items()}
+    want = prefill(**given)
+    buffers = (
+        torch.empty(5, 64, 512, dtype=torch.bfloat16, device=device),
+        torch.empty(5, 64, device=device),
+        torch.empty(5, 64, device=device),
+    )
+    out, max_logits, lse = (buffer[:2] for buffer in buffers)
+    got = prefill(**given, out=out, max_logits=max_logits, lse=lse)
+    assert all(a.data_ptr() == b.data_ptr() for a, b in zip(got, buffers, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert dispatch.last_backend() == ("sm90" if device == "cuda" else "cpu")
+
+    one = torch.ones((), device=device)
+    want = prefill(**given | {"q_scale": one.reshape(1), "kv_scale": one.reshape(1)})
+    got = prefill(**given | {"q_scale": one, "kv_scale": one})
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_it_says_what_it_did_and_prints_nothing(stand_in, capsys) -> None:
@@ -185,6 +211,7 @@ def test_a_module_without_the_operator(stand_in) -> None:
 def test_what_sglang_itself_lacks_is_not_hidden(monkeypatch, tmp_path) -> None:
     package = tmp_path / "sglang" / "jit_kernel"
     package.mkdir(parents=True)
+    (tmp_path / "sglang" / "__init__.py").touch()  # before an installed one
     (package / "sparse_mla_q8kv8_prefill_sm90.py").write_text("import a_compiler_not_installed")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="a_compiler_not_installed"):
@@ -199,24 +226,86 @@ def test_importing_the_module_imports_nothing_of_sglang() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
-def test_the_installed_sglang_has_that_signature() -> None:
-    """Read from the file, as importing it asks for a GPU and its compilers."""
+@pytest.fixture
+def real_module(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of the installed SGLang's module, ready to be imported from its own file.
+
+    Its packages are there without their ``__init__``, and three modules that it imports from, by
+    name only: theirs ask for a server, a compiler and Triton.
+    """
     spec = importlib.util.find_spec("sglang")
     if spec is None or not spec.submodule_search_locations:
-        pytest.skip("sglang is not installed")
+        pytest.skip("sglang is not installed (make sglang)")
     root = Path(next(iter(spec.submodule_search_locations))).parent
-    files = [root / f"{name.replace('.', '/')}.py" for name in ours.MODULES]
-    found = [path for path in files if path.exists()]
+    found = [name for name in ours.MODULES if (root / f"{name.replace('.', '/')}.py").exists()]
     if not found:
         pytest.skip("this sglang has no sparse_mla_q8kv8_prefill_sm90")
-    [function] = [
-        node for node in ast.parse(found[0].read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name == ours.NAME
-    ]  # fmt: skip
-    function.decorator_list, function.body, function.returns = [], [ast.Pass()], None
-    for argument in function.args.args + function.args.kwonlyargs:
-        argument.annotation = None
-    namespace: dict[str, Any] = {}
-    program = ast.fix_missing_locations(ast.Module([function], []))
-    exec(compile(program, str(found[0]), "exec"), namespace)
-    assert ours.signature_differences(namespace[ours.NAME]) == []
+    parts = found[0].split(".")[:-1]
+    for n in range(1, len(parts) + 1):
+        package = types.ModuleType(".".join(parts[:n]))
+        package.__path__ = [str(root.joinpath(*parts[:n]))]
+        sys.modules[package.__name__] = package
+    by_name: dict[str, dict[str, Any]] = {
+        "sglang.kernels.jit.utils": {"cache_once": lambda f: f, "load_jit": None},
+        "sglang.kernels.ops.attention.dsv4.dequant_k_cache": {
+            "DIM_NOPE": 448, "DIM_ROPE": 64, "fp8_dtype": torch.float8_e4m3fn,
+        },
+        "sglang.srt.utils.custom_op": {"register_custom_op": lambda **_: lambda f: f},
+    }  # fmt: skip
+    if not hasattr(torch._C, "_cuda_getCurrentRawStream"):  # a torch without CUDA
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", None, raising=False)
+    for name, values in by_name.items():
+        sys.modules[name] = types.ModuleType(name)
+        vars(sys.modules[name]).update(values)
+    return found[0]
+
+
+@pytest.mark.parametrize("log_level", ["0", "1"])  # 1 puts a wrapper around it
+def test_the_real_operator_is_replaced_and_put_back(real_module, monkeypatch, log_level) -> None:
+    monkeypatch.setenv("SGLANG_KERNEL_API_LOGLEVEL", log_level)
+    home = importlib.import_module(real_module)
+    theirs = home.sparse_mla_q8kv8_prefill_fwd
+    assert hasattr(theirs, "__wrapped__") == (log_level == "1")
+    done = ours.install()
+    assert done.holders == (f"{real_module}.{ours.NAME}",)
+    assert done.signature == str(inspect.signature(theirs))
+    out, _, _ = home.sparse_mla_q8kv8_prefill_fwd(**call())
+    assert torch.equal(out, sparse_mla.sparse_mla_q8kv8_prefill_fwd(**call())[0])
+    ours.uninstall()
+    assert home.sparse_mla_q8kv8_prefill_fwd is theirs
+
+
+FP8 = torch.float8_e4m3fn
+BROKEN: dict[str, dict[str, Any]] = {
+    "q.ndim": {"q": torch.zeros(64, 576).to(FP8)},
+    "kv.ndim": {"kv": torch.zeros(40, 576).to(FP8)},
+    "indices.ndim": {"indices": torch.zeros(2, 128, dtype=torch.int32)},
+    "d_qk": {"kv": torch.zeros(40, 1, 512).to(FP8)},
+    "h_q": {"q": torch.zeros(2, 16, 576).to(FP8)},
+    "h_kv": {
+        "kv": torch.zeros(40, 2, 576).to(FP8), "indices": torch.zeros(2, 2, 128, dtype=torch.int32),
+    },
+    "topk": {"indices": torch.zeros(2, 1, 100, dtype=torch.int32)},
+    "indices.dtype": {"indices": torch.zeros(2, 1, 128, dtype=torch.int64)},
+    "d_v": {"d_v": 256},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_breaks_the_contract_breaks_theirs_with_the_same_words(real_module, broken) -> None:
+    """On tensors that say they are on a GPU, as theirs takes no others."""
+    theirs = importlib.import_module(real_module).sparse_mla_q8kv8_prefill_fwd
+    words = []
+    broken_call = call() | BROKEN[broken]
+    with FakeTensorMode():
+        arguments = {
+            name: torch.empty(value.shape, dtype=value.dtype, device="cuda")
+            if isinstance(value, torch.Tensor)
+            else value
+            for name, value in broken_call.items()
+        }
+    for operator in (theirs, sparse_mla.sparse_mla_q8kv8_prefill_fwd):
+        with pytest.raises(Exception, match=r"\w") as caught:
+            operator(**arguments)
+        words.append(str(caught.value).splitlines()[0])
+    assert words[0] == words[1]

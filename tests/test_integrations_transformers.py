@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
@@ -164,14 +165,15 @@ def test_padding_does_not_change_what_a_sequence_says(model: Any) -> None:
     assert distance(got[:, 7:], alone) < FLOAT32_ROUNDING
 
 
-def test_padded_generation_gives_eagers_tokens(model: Any) -> None:
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padded_generation_gives_eagers_tokens(model: Any, beams: int) -> None:
     ids, mask = tokens(2, 20), torch.ones(2, 20, dtype=torch.int64)
     ids[1, :13], mask[1, :13] = 0, 0
     generated = {}
     for name in ("eager", "sparse_mla"):
         model.set_attn_implementation(name)
         generated[name] = model.generate(
-            ids, attention_mask=mask, max_new_tokens=12, do_sample=False
+            ids, attention_mask=mask, max_new_tokens=12, do_sample=False, num_beams=beams
         )
     assert torch.equal(generated["sparse_mla"], generated["eager"])
 
@@ -186,6 +188,41 @@ def test_a_static_cache_with_places_not_filled_yet(model: Any) -> None:
             disable_compile=True,
         )  # fmt: skip
     assert torch.equal(generated["sparse_mla"], generated["eager"])
+
+
+def test_guessed_tokens_that_are_taken_back(model: Any) -> None:
+    """Several tokens a step, and a cache that is cut again where a guess was wrong."""
+    ids = tokens(1, 12).repeat(1, 2)
+    generated = {}
+    for name in ("eager", "sparse_mla"):
+        model.set_attn_implementation(name)
+        generated[name] = model.generate(
+            ids, max_new_tokens=14, do_sample=False, prompt_lookup_num_tokens=3
+        )
+    assert torch.equal(generated["sparse_mla"], generated["eager"])
+
+
+@pytest.mark.parametrize("kind", ["added", "-inf", "bool"])
+def test_a_mask_of_ones_own(model: Any, kind: str) -> None:
+    ids = tokens(1, 20)
+    allowed = torch.ones(20, 20, dtype=torch.bool).tril()
+    allowed[15:, 3:6] = False
+    lowest = float("-inf") if kind == "-inf" else torch.finfo(torch.float32).min
+    added = torch.zeros(1, 1, 20, 20).masked_fill(~allowed, lowest)
+    want = under(model, "eager", ids, attention_mask=added)
+    mask = allowed[None, None] if kind == "bool" else added  # eager would add True as 1
+    got = under(model, "sparse_mla", ids, attention_mask=mask)
+    assert distance(got, want) < FLOAT32_ROUNDING
+
+
+def test_compiled_in_one_graph(model: Any) -> None:
+    ids = tokens(1, 20)
+    want = under(model, "eager", ids)
+    model.set_attn_implementation("sparse_mla")
+    with torch.no_grad():
+        got = torch.compile(model, backend="aot_eager", fullgraph=True)(ids, use_cache=False)
+    assert dispatch.last_backend() == "cpu"
+    assert distance(got.logits, want) < FLOAT32_ROUNDING
 
 
 def test_tokens_to_come_are_not_attended(model: Any) -> None:
@@ -257,12 +294,57 @@ def test_a_linear_layer_of_another_class_is_asked_for_its_matrix() -> None:
     assert distance(under(model, "sparse_mla", ids), want) < FLOAT32_ROUNDING
 
 
+def test_weights_kept_elsewhere_are_asked_for(model: Any) -> None:
+    """Offloaded: only ``forward`` brings them, and the attribute is a meta tensor meanwhile."""
+    ids = tokens(1, 20)
+    want = under(model, "eager", ids)
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        kept = projection.weight.data
+        projection.weight = torch.nn.Parameter(kept.to("meta"), requires_grad=False)
+        projection.forward = functools.partial(torch.nn.functional.linear, weight=kept)
+    assert distance(under(model, "sparse_mla", ids), want) < FLOAT32_ROUNDING
+
+
+def test_weights_in_fp8_are_asked_for() -> None:
+    class Quantised(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert x.dtype == torch.bfloat16
+            return torch.nn.functional.linear(x, self.weight.to(x.dtype) * 0.25)
+
+    model, ids = built().to(torch.bfloat16), tokens(1, 20)
+    for layer in model.model.layers:
+        projection = layer.self_attn.kv_b_proj
+        projection.__class__ = Quantised
+        stored = (projection.weight.data * 4).to(torch.float8_e4m3fn)
+        projection.weight = torch.nn.Parameter(stored, requires_grad=False)
+    want, got = (under(model, name, ids).float() for name in ("eager", "sparse_mla"))
+    assert relative_l2(got, want).median() < 0.02  # both round to bfloat16 at every step
+
+
 def test_eager_and_sdpa_stay_what_they_were(model: Any) -> None:
     ids = tokens(1, 20)
     before = under(model, "eager", ids)
     under(model, "sparse_mla", ids)
     assert torch.equal(under(model, "eager", ids), before)
     assert distance(under(model, "sdpa", ids), before) < FLOAT32_ROUNDING
+
+
+@pytest.mark.parametrize("order", [("eager", "sparse_mla"), ("sparse_mla", "eager")])
+@torch.no_grad()
+def test_a_cache_begun_under_the_other(model: Any, order: tuple[str, str]) -> None:
+    """What the guide says of it, by version: 5.17 caches expanded keys under eager."""
+    ids = tokens(1, 20)
+    cache = cache_keyword(model, transformers.DynamicCache(config=model.config))
+    model.set_attn_implementation(order[0])
+    model(ids[:, :12], use_cache=True, **cache)
+    model.set_attn_implementation(order[1])
+    if "cache" in cache:
+        got = model(ids[:, 12:], use_cache=True, **cache).logits
+        assert distance(got, under(model, "eager", ids)[:, 12:]) < FLOAT32_ROUNDING
+    else:
+        with pytest.raises(RuntimeError, match="Sizes of tensors must match except in dimension 2"):
+            model(ids[:, 12:], use_cache=True, **cache)
 
 
 def test_registering_twice_wraps_once() -> None:
@@ -314,6 +396,27 @@ def test_fp8_runs_the_hopper_kernel(family: str) -> None:
     error = relative_l2(under(model, "sparse_mla_fp8", ids), want)
     assert dispatch.last_backend() == "sm90"
     assert error.median() < 0.05
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_chunks_decode_steps_and_padding_run_the_hopper_kernel(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = built(family, initializer_range=0.05, index_topk=64).cuda()
+    ids, mask = tokens(2, 33).cuda(), torch.ones(2, 33, dtype=torch.int64).cuda()
+    mask[1, :9] = 0
+    sizes = [17, 11, 1, 1, 1, 1, 1]
+    chunks = in_chunks(model, "eager", ids, sizes)
+    padded = under(model, "eager", ids, attention_mask=mask)
+    ran: list[str] = []
+    run = dispatch.run
+    monkeypatch.setattr(dispatch, "run", lambda *given: ran.append(run(*given)))
+    error = relative_l2(in_chunks(model, "sparse_mla_fp8", ids, sizes), chunks)
+    assert error.median() < 0.05
+    error = relative_l2(under(model, "sparse_mla_fp8", ids, attention_mask=mask), padded)
+    assert error[mask.bool()].median() < 0.05
+    assert ran == ["sm90"] * 3 * (len(sizes) + 1)
 
 
 @pytest.mark.gpu

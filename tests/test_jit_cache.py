@@ -41,6 +41,7 @@ def warned(record_id: str, function, *arguments) -> object:
     with pytest.warns(KernelCacheWarning) as caught:
         result = function(*arguments)
     assert [warning.message.id for warning in caught] == [record_id]
+    assert caught[0].filename == __file__  # the line that called us, however deep we are
     return result
 
 

@@ -8,8 +8,9 @@ or, with no change to the program, ``SPARSE_MLA_CAPTURE=DIR``, with ``SPARSE_MLA
 and ``SPARSE_MLA_CAPTURE_MAX_BYTES`` (1073741824) beside it.
 
 A recorded call on CUDA is waited for, before and after, so that its time is its own; the others
-run as they would without a capture. A call that raises is recorded whatever the rate. One that
-takes the process with it is not: ``SPARSE_MLA_DUMP`` is for that.
+run as they would without a capture. Files are written once the time is taken. A call that raises is
+recorded whatever the rate. One that takes the process with it is not: ``SPARSE_MLA_DUMP`` is for
+that. A forked process counts, and draws, for itself.
 """
 
 from __future__ import annotations
@@ -19,23 +20,25 @@ import random
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from .. import environment
-from .call import Call
+from .call import Call, encoded
 from .dump import has_data, recorded_call, warn_once, written
 
 MAX_BYTES = 1 << 30
 """Bytes of files that one capture writes unless told otherwise."""
 HEADER_BYTES = 4096
-"""More than what a file holds beside its tensors and notes."""
+"""More than what a file holds beside its tensors and its metadata."""
+ERROR_LENGTH = 4000
+"""Characters kept of the message of a call that raised."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Capture:
     """One capture: what it is to do, and what it has done so far."""
 
@@ -59,46 +62,50 @@ class Capture:
         self._random = random.Random(self.seed)
         self._lock = threading.Lock()
 
-    @contextmanager
-    def around(self, operator: str, arguments: Mapping[str, Any]) -> Iterator[None]:
-        """Record the call that is made within, if it is drawn or raises."""
+    def see(self) -> tuple[int, bool]:
+        """Count a call: its number, and whether it is drawn."""
         with self._lock:
             self.seen += 1
-            number, drawn = self.seen, self._random.random() < self.rate
-        if not has_data(self.folder, arguments):
-            yield
-            return
-        notes = {"created_by": "capture", "call": str(number)}
-        device = next((x.device for x in arguments.values() if isinstance(x, torch.Tensor)), None)
-        if drawn:
-            _wait_for(device)
-        start = time.perf_counter()
-        try:
-            yield
-            if drawn:
-                _wait_for(device)
-        except BaseException as fault:
-            notes["error"] = f"{type(fault).__name__}: {fault}"
-            self._record(operator, arguments, notes)
-            raise
-        if drawn:
-            notes["seconds"] = f"{time.perf_counter() - start:.9f}"
-            notes["backend"] = _last_backend()
-            self._record(operator, arguments, notes)
+            return self.seen, self._random.random() < self.rate
 
-    def _record(self, operator: str, arguments: Mapping[str, Any], notes: dict[str, str]) -> None:
+    def record(self, call: Call) -> None:
+        """Write ``call``, where there is room for it; the lock is not held while it is written."""
+        size = _most_bytes(call)
         with self._lock:
-            call = recorded_call(operator, arguments)
-            size = sum(x.numel() * x.element_size() for x in call.tensors.values())
-            size += HEADER_BYTES + sum(map(len, notes.values()))
-            if self.bytes + size > self.max_bytes:
+            room = self.max_bytes - self.bytes
+            fits = size <= room
+            if fits:
+                self.bytes += size
+            else:
                 self.too_large += 1
-                return
-            call.metadata.update(notes)
-            path = written(self.folder, operator, lambda: call)
+                first = self.too_large == 1
+        if not fits:
+            if first:
+                warn_once(
+                    self.folder,
+                    f"this call takes {size} bytes and {room} of {self.max_bytes} are left; from "
+                    "now on, calls without room are not recorded",
+                )
+            return
+        path, real = written(self.folder, call.operator, lambda: call), 0
+        if path is not None:
+            with suppress(OSError):
+                real = os.path.getsize(path)
+        with self._lock:
+            self.bytes += real - size
             if path is not None:
                 self.files.append(path)
-                self.bytes += os.path.getsize(path)
+
+    def forked(self) -> None:
+        """In a child process: a thread of the parent, which is not here, may hold the lock."""
+        self._lock = threading.Lock()
+
+
+def _most_bytes(call: Call) -> int:
+    """What the file of ``call`` takes at most: JSON makes six bytes of one at worst."""
+    tensors = sum(x.numel() * x.element_size() for x in call.tensors.values())
+    texts = (text for item in encoded(call).items() for text in item)
+    return HEADER_BYTES + tensors + 6 * sum(len(x.encode("utf-8", "replace")) for x in texts)
 
 
 _open: list[Capture] = []
@@ -136,10 +143,39 @@ def capture(
 def capture_call(operator: str, arguments: Mapping[str, Any]) -> Iterator[None]:
     """Around a call: every capture that is open, and that of the environment, sees it."""
     given = environment_capture()
-    with ExitStack() as stack:
-        for log in [*_open, *([given] if given else [])]:
-            stack.enter_context(log.around(operator, arguments))
+    seen = [(log, *log.see()) for log in [*_open, *([given] if given else [])]]
+    seen = [entry for entry in seen if has_data(entry[0].folder, arguments)]
+    drawn = [(log, number) for log, number, is_drawn in seen if is_drawn]
+    device = next((x.device for x in arguments.values() if isinstance(x, torch.Tensor)), None)
+    if drawn:
+        _wait_for(device)
+    start = time.perf_counter()
+    try:
         yield
+        if drawn:
+            _wait_for(device)
+    except BaseException as fault:
+        text = f"{type(fault).__name__}: {fault}"[:ERROR_LENGTH]
+        for log, number, _ in seen:
+            _record(log, number, operator, arguments, {"error": text})
+        raise
+    notes = {"seconds": f"{time.perf_counter() - start:.9f}", "backend": _last_backend()}
+    for log, number in drawn:
+        _record(log, number, operator, arguments, notes)
+
+
+def _record(
+    log: Capture, number: int, operator: str, arguments: Mapping[str, Any], notes: dict[str, str]
+) -> None:
+    """Have ``log`` write the call; whatever keeps it from that is said once and no failure."""
+    try:
+        call = recorded_call(operator, arguments)
+        call.metadata.update(notes, created_by="capture", call=str(number))
+        log.record(call)
+    except Warning:
+        raise  # the user made an error of it
+    except Exception as fault:  # the call matters more than its record
+        warn_once(log.folder, str(fault))
 
 
 def environment_capture() -> Capture | None:
@@ -182,9 +218,13 @@ def _last_backend() -> str:
     return last_backend()
 
 
-def call_seconds(call: Call) -> float | None:
-    """How long a captured call took, where its file says so."""
-    try:
-        return float(call.metadata["seconds"])
-    except (KeyError, ValueError):
-        return None
+def _after_fork() -> None:
+    """A child process is a process of its own: it draws for itself, and its files count anew."""
+    global _change, _from_environment
+    _change, _from_environment = threading.Lock(), None
+    for log in _open:
+        log.forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..errors import error
+from ..errors import error, warn
 from . import container
 from .call import ARGUMENTS, RESULTS, Buffer, Call, encoded
 from .container import shown
 
 _counter = itertools.count(1)
+_mark = secrets.token_hex(3)
+"""Processes of several machines or containers may share a folder, and have the same number."""
 _warned: set[tuple[str, str]] = set()
 
 
@@ -76,7 +78,7 @@ def written(folder: str, operator: str, record: Callable[[], Call]) -> str | Non
     """Write a call into a new file of ``folder``; ``None``, and a warning, when that fails."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
     path = os.path.join(
-        folder, f"{operator}-{stamp}-{os.getpid()}-{next(_counter):04d}.safetensors"
+        folder, f"{operator}-{stamp}-{os.getpid()}-{_mark}-{next(_counter):04d}.safetensors"
     )
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
@@ -114,4 +116,4 @@ def warn_once(folder: str, reason: str) -> None:
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         fault = error("dump-failed", path=shown(folder), reason=reason)
-        warnings.warn(str(fault), RuntimeWarning, stacklevel=2)
+        warn(str(fault), RuntimeWarning)

@@ -57,19 +57,21 @@ class Selection:
 
 @dataclass(frozen=True)
 class Logits:
-    """Of each (query, head) with at least two slots: spread, maximum, keys that matter."""
+    """Of each (query, head) with at least two slots, all logits finite: spread, maximum, keys."""
 
     queries: int
+    not_finite: int  # (query, head) pairs left out: a logit of theirs is NaN or infinite
     spread: torch.Tensor  # float64 [n], standard deviation over the slots
     largest: torch.Tensor  # float64 [n]
     keys: torch.Tensor  # float64 [n], exp of the entropy: how many equal keys would weigh the same
 
     def to_dict(self) -> dict[str, Any] | None:
         """Median and range of each; ``None`` where no query selects two rows."""
-        if not len(self.spread):
+        if not self.queries:
             return None
         return {
             "queries": self.queries,
+            "not_finite": self.not_finite,
             "spread": _three(self.spread),
             "largest": _three(self.largest),
             "effective_keys": _three(self.keys),
@@ -89,7 +91,7 @@ class Fit:
     saturated_count: int
     subnormal: float  # share below 2**-6 and not 0: fewer than 4 significant bits
     zero: float
-    not_a_number: int
+    not_finite: int  # NaN or infinite; the other figures leave them out
     row_spread: float  # largest over median of the rows' largest values
     better_scale: float | None
     better_subnormal: float | None
@@ -126,7 +128,9 @@ def analyse(call: Call) -> Analysis:
     )
 
 
-def _three(values: torch.Tensor) -> dict[str, float]:
+def _three(values: torch.Tensor) -> dict[str, float] | None:
+    if not len(values):
+        return None
     return {
         "median": float(values.median()),
         "min": float(values.min()),
@@ -178,19 +182,23 @@ def logits_of(call: Call) -> Logits:
     part = only(call, queries)
     given, valid = problem(part), valid_slots(part)
     spread, largest, keys = [], [], []
+    queries_seen = not_finite = 0
     for t in range(len(valid)):
         rows = slots(part)[t][valid[t]].long()
         if len(rows) < 2:
             continue
         q = given.q[t].double() * _of_query(given.q_scale, t)
         kv = given.kv_rows[rows].double() * _of_rows(given.kv_scale, rows)
-        logits = (q @ kv.T) * given.sm_scale  # [h_q, slots]
+        every = (q @ kv.T) * given.sm_scale  # [h_q, slots]
+        logits = every[every.isfinite().all(dim=1)]
+        queries_seen += 1
+        not_finite += len(every) - len(logits)
         log_p = torch.log_softmax(logits, dim=1)
         spread.append(logits.std(dim=1))
         largest.append(logits.amax(dim=1))
         keys.append(-(log_p.exp() * log_p).nan_to_num(0.0).sum(dim=1))
     joined = [torch.cat(x) if x else torch.zeros(0) for x in (spread, largest, keys)]
-    return Logits(len(spread), joined[0], joined[1], joined[2].exp())
+    return Logits(queries_seen, not_finite, joined[0], joined[1], joined[2].exp())
 
 
 def _of_query(scale: torch.Tensor | None, t: int) -> Any:
@@ -212,30 +220,32 @@ def fit_of(name: str, call: Call) -> Fit:
     """How q or kv fits into FP8."""
     tensor = call.tensors[name]
     scale = call.tensors.get(f"{name}_scale", call.arguments.get(f"{name}_scale"))
-    scale = None if scale is None else torch.as_tensor(scale, dtype=torch.float32)
+    scale = None if scale is None else torch.as_tensor(scale, dtype=torch.float32).reshape(-1)
     stored = tensor.reshape(-1, tensor.shape[-1])
     values = stored.float().abs()
-    row_largest = values.nan_to_num(0.0).amax(dim=1) if values.numel() else values.new_zeros(1)
+    finite = values.nan_to_num(nan=0.0, posinf=0.0)
+    not_finite = int((~values.isfinite()).sum())
+    row_largest = finite.amax(dim=1) if values.numel() else values.new_zeros(1)
     largest = float(row_largest.max())
     quantised = tensor.dtype == E4M3
     if not quantised and largest > 0:
-        values = values * (FP8_MAX / largest)  # as they would be stored with the best scale
+        values = values / largest * FP8_MAX  # as they would be stored with the best scale
     number = values.numel()
     share = 1.0 / max(1, number)
     nonzero = values[(values > 0) & values.isfinite()]
     counts, first_power = _powers(nonzero)
-    saturated = int((values >= FP8_MAX).sum()) if quantised else 0
+    saturated = int((values == FP8_MAX).sum()) if quantised else 0
     known: dict[str, Any] = {
         "name": name,
         "dtype": str(tensor.dtype).removeprefix("torch."),
-        "scale": None if scale is None else float(scale.max()),
+        "scale": float(scale.max()) if scale is not None and len(scale) else None,
         "scales": 0 if scale is None else scale.numel(),
         "largest": largest,
         "saturated": saturated * share,
         "saturated_count": saturated,
         "subnormal": int((nonzero < SMALLEST_NORMAL).sum()) * share,
         "zero": int((values == 0).sum()) * share,
-        "not_a_number": int(values.isnan().sum()),
+        "not_finite": not_finite,
         "row_spread": float(row_largest.max() / row_largest.median().clamp_min(1e-30)),
         "histogram": counts,
         "first_power": first_power,
@@ -244,8 +254,11 @@ def fit_of(name: str, call: Call) -> Fit:
         "error_per_tensor": None,
         "error_per_token": None,
     }
-    add = _stored_advice if quantised else _coming_advice
-    known.update(add(known, nonzero, stored, share))
+    if scale is not None and not bool(((scale > 0) & scale.isfinite()).all()):
+        known["advice"] = "a scale that is not a finite positive number makes the results NaN"
+    else:
+        add = _stored_advice if quantised else _coming_advice
+        known.update(add(known, nonzero, stored, share))
     return Fit(**known)
 
 
@@ -263,7 +276,7 @@ def _stored_advice(
 ) -> dict[str, Any]:
     """What another scale would do for values that are FP8 already."""
     largest, scale = known["largest"], known["scale"]
-    if known["not_a_number"]:
+    if known["not_finite"]:
         return {"advice": "holds NaN: values were cast without being clamped to +-448 first"}
     if scale is None or largest == 0:
         return {"advice": "all zero"}
@@ -298,8 +311,10 @@ def _coming_advice(
     """What FP8 would cost values that are not quantised."""
     from .. import quantize_fp8
 
-    if known["largest"] == 0 or known["not_a_number"]:
-        return {"advice": "all zero" if known["largest"] == 0 else "holds NaN"}
+    if known["not_finite"]:
+        return {"advice": "holds NaN or infinite values"}
+    if known["largest"] == 0:
+        return {"advice": "all zero"}
     better = known["largest"] / FP8_MAX
     rows = stored[sample(len(stored), ERROR_ROWS)].float()
     errors = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -64,17 +65,21 @@ def _say(file: Path, plot: Path | None, call: Call, found: Analysis) -> None:
     say(f"{file.name}: {call.operator}")
     for name in ("q", "kv", "indices"):
         say_row(name, describe(call.tensors[name]))
-    if "seconds" in call.metadata:
-        say_row("time", f"{call.metadata['seconds']} s when it was captured")
+    with contextlib.suppress(KeyError, ValueError):
+        say_row("time", f"{float(call.metadata['seconds']):.6g} s when it was captured")
     _say_selection(found)
     logits = found.logits.to_dict()
     if logits is None:
         say_row("logits", "no query selects two rows")
     else:
         spread, largest, keys = (logits[x] for x in ("spread", "largest", "effective_keys"))
-        say_row("logit spread", f"{_range(spread)} (standard deviation over a head's slots)")
-        say_row("largest logit", _range(largest))
-        say_row("keys that count", f"{_range(keys)} (exp of the entropy)")
+        if spread is not None:
+            say_row("logit spread", f"{_range(spread)} (standard deviation over a head's slots)")
+            say_row("largest logit", _range(largest))
+            say_row("keys that count", f"{_range(keys)} (exp of the entropy)")
+        if logits["not_finite"]:
+            pairs = "(query, head) pairs have NaN or infinite logits"
+            say_row("not finite", f"{logits['not_finite']:,} {pairs}")
     for fit in found.fits:
         _say_fit(fit)
     if plot is not None:
@@ -113,8 +118,8 @@ def _say_fit(fit: Fit) -> None:
         parts[0] += f" of 448, scale {fit.scale:.3g}{many}"
         parts.append(f"{fit.saturated_count:,} at the limit")
     parts += [f"{fit.subnormal:.2%} with fewer than 4 bits", f"{fit.zero:.2%} zero"]
-    if fit.not_a_number:
-        parts.append(f"{fit.not_a_number:,} NaN")
+    if fit.not_finite:
+        parts.append(f"{fit.not_finite:,} NaN or infinite")
     say_row(f"{fit.name} in FP8", ", ".join(parts))
     say_row("", fit.advice)
 

@@ -200,6 +200,10 @@ def sample(count: int, at_most: int) -> list[int]:
 
 def only(call: Call, queries: Sequence[int]) -> Call:
     """The call reduced to some of its queries, without what the file expects of it."""
+    import torch
+
+    from ..callfile import Buffer
+
     rows = list(queries)
     s_q = call.tensors["q"].shape[0]
     tensors = {}
@@ -215,4 +219,8 @@ def only(call: Call, queries: Sequence[int]) -> Call:
         for name, value in call.arguments.items()
         if name not in ("out", "max_logits", "lse")
     }
+    out = call.arguments.get("out")
+    if isinstance(out, Buffer):  # its dtype decides how the result is rounded
+        shape = (len(rows), *out.shape[1:])
+        arguments["out"] = Buffer(out.dtype, shape, torch.empty(shape, device="meta").stride())
     return replace(call, tensors=tensors, arguments=arguments)

@@ -14,6 +14,7 @@ from .record import (
     SparseMLAError,
 )
 from .records import RECORDS
+from .warn import warn
 
 __all__ = [
     "RECORDS",
@@ -25,6 +26,7 @@ __all__ = [
     "Solution",
     "SparseMLAError",
     "error",
+    "warn",
 ]
 
 for _shown in (SparseMLAError, ContractError, BackendError, FileError, SlowBackendWarning):

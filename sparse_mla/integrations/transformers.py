@@ -120,7 +120,7 @@ def _attend(
     batch, heads, s_q, _ = query.shape
     s_kv = key.shape[2]
     nope, v_head_dim = module.qk_nope_head_dim, module.v_head_dim
-    up = _up_projection(module.kv_b_proj).view(heads, nope + v_head_dim, D_LATENT)
+    up = _up_projection(module.kv_b_proj, query).view(heads, nope + v_head_dim, D_LATENT)
 
     absorbed = torch.einsum("bhsd,hdc->bshc", query[..., :nope], up[:, :nope])
     q = torch.cat([absorbed, query[..., nope:].transpose(1, 2)], dim=-1).flatten(0, 1)
@@ -160,26 +160,25 @@ def _require_latents(
     if key.shape[1] != 1 or key.shape[-1] != D_LATENT or value.shape[-1] != D_ROPE:
         raise ValueError(
             f"{NAME} needs latents of shape (batch, 1, s_kv, {D_LATENT}) and rotated keys "
-            f"(batch, 1, s_kv, {D_ROPE}), got {tuple(key.shape)} and {tuple(value.shape)}; a cache "
-            "filled under another attention implementation holds expanded keys: start a new one"
+            f"(batch, 1, s_kv, {D_ROPE}), got {tuple(key.shape)} and {tuple(value.shape)}"
         )
     if dropout:
         raise ValueError(f"{NAME} has no dropout, got {dropout}; call model.eval()")
 
 
-def _up_projection(projection: Any) -> torch.Tensor:
-    """``kv_b_proj`` as a matrix [heads * (nope + v), 512].
+def _up_projection(projection: Any, query: torch.Tensor) -> torch.Tensor:
+    """``kv_b_proj`` as a matrix [heads * (nope + v), 512], as the query is: its dtype, its device.
 
     A plain linear layer holds it; of any other (quantised, with an adapter, its weights elsewhere)
     it is what the layer makes of the unit vectors.
     """
-    weight = projection.weight
-    if type(projection) is torch.nn.Linear and weight.element_size() > 1 and not weight.is_meta:
-        return projection.weight
-    dtype = weight.dtype if weight.is_floating_point() and weight.element_size() > 1 else None
-    units = torch.eye(D_LATENT, dtype=dtype or torch.get_default_dtype(), device=weight.device)
+    if type(projection) is torch.nn.Linear:
+        weight = projection.weight
+        if (weight.dtype, weight.device) == (query.dtype, query.device):
+            return weight
+    units = torch.eye(D_LATENT, dtype=query.dtype, device=query.device)
     result: torch.Tensor = projection(units)
-    return result.T.contiguous()
+    return result.to(query.dtype).T.contiguous()
 
 
 def _valid_slots(indices: torch.Tensor, mask: torch.Tensor | None, s_kv: int) -> torch.Tensor:

@@ -286,24 +286,38 @@ RECORDS = (
     ErrorRecord(
         id="dump-failed",
         exception=FileError,
-        title="SPARSE_MLA_DUMP could not write a call (a warning)",
+        title="A call could not be recorded (a warning)",
         message="cannot write the call to {path}: {reason}",
         detail="The call itself goes on; only its record is missing.",
-        fix="point SPARSE_MLA_DUMP at a writable directory with room for the inputs, or unset it.",
+        fix=(
+            "point SPARSE_MLA_DUMP or SPARSE_MLA_CAPTURE at a writable directory with room for the"
+            " inputs, or unset it."
+        ),
         yours="Calls could not be written to {path}: {reason}.",
         meaning=(
-            "SPARSE_MLA_DUMP is a diagnosis, and a diagnosis must not stop a server. So a failure"
-            " is a RuntimeWarning, said once for each reason."
+            "SPARSE_MLA_DUMP and captures are a diagnosis, and a diagnosis must not stop a server."
+            " So a failure is a RuntimeWarning, said once for each reason."
         ),
-        trigger="SPARSE_MLA_DUMP is set and the inputs of a call cannot be written there",
+        trigger=(
+            "SPARSE_MLA_DUMP or SPARSE_MLA_CAPTURE is set, or a capture is open, and the inputs of"
+            " a call cannot be written there or do not fit into what the capture may still write"
+        ),
         situations=(
             "The directory is read-only, belongs to another user, or its path is a file.",
             "The disk is full; a dump holds the whole kv tensor.",
             "The call runs inside CUDA-graph capture, where nothing can be copied to the host.",
+            (
+                "A capture has written as much as SPARSE_MLA_CAPTURE_MAX_BYTES (1 GiB by default)"
+                " lets it, or one call is larger than that."
+            ),
         ),
         solutions=(
             Solution(
                 "Choose another directory.", "export SPARSE_MLA_DUMP=/var/tmp/sparse-mla-calls"
+            ),
+            Solution(
+                "Let a capture write more, or record a smaller share of the calls.",
+                "export SPARSE_MLA_CAPTURE_MAX_BYTES=20e9 SPARSE_MLA_CAPTURE_RATE=0.01",
             ),
             Solution(
                 "Reproduce the call without CUDA graphs to record it (in SGLang,"
@@ -323,8 +337,14 @@ RECORDS = (
         )
         + strict(),
         related=("file-not-written",),
-        operators=("SPARSE_MLA_DUMP",),
+        operators=("SPARSE_MLA_DUMP", "SPARSE_MLA_CAPTURE"),
         since="0.1.0",
-        symptoms=("dump directory", "cuda graph capture", "disk full", "nothing recorded"),
+        symptoms=(
+            "dump directory",
+            "capture directory",
+            "cuda graph capture",
+            "disk full",
+            "nothing recorded",
+        ),
     ),
 )
