@@ -1,0 +1,78 @@
+"""FlashMLA's sparse prefill in bfloat16, from the wheel ``sgl-flash-mla`` (module ``flash_mla``).
+
+Its Hopper kernels are called with ``use_legacy=True``. It takes bfloat16 q and kv: the same values
+as ours, dequantised before the timing starts, so it reads twice the bytes. It takes 64 or 128
+heads; fewer are padded with zeros to 64, as a caller would have to, and counted as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...testing import Inputs, Tolerance
+from ..shapes import Shape
+from . import Outputs, reason
+
+MODULE, OPERATOR = "flash_mla", "flash_mla_sparse_fwd"
+HEADS = (64, 128)
+
+
+class FlashMLA:
+    """``flash_mla.flash_mla_sparse_fwd(..., use_legacy=True)``."""
+
+    name = "flash-mla-bf16"
+    what = "FlashMLA sparse prefill, bfloat16, from the wheel sgl-flash-mla"
+    ours = slow = on_request = False
+    tolerance = Tolerance(out=0.012, absolute=4e-3, relative=2e-3)
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"computes on cuda, this run is on {device.type}"
+        try:
+            module = importlib.import_module(MODULE)
+        except Exception as fault:  # a missing library of the wheel's is an answer too
+            return f"cannot import {MODULE}: {reason(fault)}"
+        if not hasattr(module, OPERATOR):
+            return f"{MODULE} has no {OPERATOR}"
+        if not getattr(module, "has_legacy", lambda: True)():
+            return f"{MODULE} was built without its Hopper kernels"
+        capability = torch.cuda.get_device_capability(device)
+        if capability != (9, 0):
+            return f"its legacy kernels are for compute capability 9.0, this is {capability}"
+        return None
+
+    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
+        if shape.h_q > max(HEADS):
+            return f"takes 64 or 128 heads, got {shape.h_q}"
+        return None
+
+    def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
+        operator: Any = getattr(importlib.import_module(MODULE), OPERATOR)
+        assert inputs.q_scale is not None
+        assert inputs.kv_scale is not None
+        heads = inputs.q.shape[1]
+        padded = next(count for count in HEADS if count >= heads)
+        q = inputs.q.new_zeros(len(inputs.q), padded, inputs.q.shape[2], dtype=torch.bfloat16)
+        q[:, :heads] = dequantised(inputs.q, inputs.q_scale)
+        kv = dequantised(inputs.kv, inputs.kv_scale)
+
+        def call() -> Outputs:
+            out, max_logits, lse = operator(q, kv, inputs.indices, inputs.sm_scale, use_legacy=True)
+            return Outputs(out[:, :heads], max_logits[:, :heads], lse[:, :heads])
+
+        return call
+
+    def kernel(self, inputs: Inputs) -> str | None:
+        return None
+
+
+def dequantised(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """FP8 rows in bfloat16, exactly where the scale is a power of two; converted in parts."""
+    found = torch.empty(stored.shape, dtype=torch.bfloat16, device=stored.device)
+    for part, into in zip(stored.split(1024), found.split(1024), strict=True):
+        into.copy_(part.float() * scale)
+    return found

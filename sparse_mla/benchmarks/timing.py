@@ -1,0 +1,123 @@
+"""Timing: events on a GPU, the clock on a CPU, rounds that interleave what is compared.
+
+Moods of a card:
+
+    burst       rounds back to back after 0.25 s of idle, mostly before the power limit acts
+    sustained   rounds back to back, once the card has settled under load
+
+A CPU has the one mood ``sustained``.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+
+Mood = Literal["burst", "sustained"]
+MOODS: tuple[Mood, ...] = ("burst", "sustained")
+
+Call = Callable[[], Any]
+
+IDLE_SECONDS = 0.25
+SETTLE_SECONDS = 1.0
+WARM_CALLS = 3
+CYCLES_A_CALL = 200_000
+"""The GPU is kept busy for as long before the first timed call as the host may take to enqueue
+all of them (100 us a call), so that no launch is waited for."""
+MOST_CYCLES = 100_000_000
+
+
+def summary(milliseconds: Sequence[float]) -> dict[str, Any]:
+    """Median, 10th and 90th percentile, extremes, the count, and every time in order."""
+    if len(milliseconds) < 2:
+        tenths = [milliseconds[0]] * 9
+    else:
+        tenths = statistics.quantiles(milliseconds, n=10, method="inclusive")
+    return {
+        "median_ms": statistics.median(milliseconds),
+        "p10_ms": tenths[0],
+        "p90_ms": tenths[-1],
+        "min_ms": min(milliseconds),
+        "max_ms": max(milliseconds),
+        "runs": len(milliseconds),
+        "all_ms": list(milliseconds),
+    }
+
+
+class GpuClock:
+    """Times calls on a CUDA device; with ``flush_bytes`` the L2 is overwritten before each."""
+
+    def __init__(self, device: torch.device, flush_bytes: int = 0) -> None:
+        self.device = device
+        self.scratch = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
+
+    def settle(self, calls: Sequence[Call]) -> None:
+        """Run the calls in turn for a while: clocks and temperature reach what lasts."""
+        until = time.perf_counter() + SETTLE_SECONDS
+        while time.perf_counter() < until:
+            for call in calls:
+                call()
+            torch.cuda.synchronize(self.device)
+
+    def times(self, calls: Sequence[Call], mood: Mood) -> list[float]:
+        """Milliseconds of each call on the GPU, one after the other."""
+
+        def event() -> torch.cuda.Event:
+            return torch.cuda.Event(enable_timing=True)
+
+        events = [(event(), event()) for _ in calls]
+        torch.cuda.synchronize(self.device)
+        if mood == "burst":
+            time.sleep(IDLE_SECONDS)
+        torch.cuda._sleep(min(CYCLES_A_CALL * len(calls), MOST_CYCLES))
+        for call, (start, stop) in zip(calls, events, strict=True):
+            if self.scratch.numel():
+                self.scratch.zero_()
+            start.record()
+            call()
+            stop.record()
+        torch.cuda.synchronize(self.device)
+        return [start.elapsed_time(stop) for start, stop in events]
+
+
+class CpuClock:
+    """Times calls by the clock."""
+
+    def settle(self, calls: Sequence[Call]) -> None:
+        """Nothing: a CPU's first call warms it up."""
+
+    def times(self, calls: Sequence[Call], mood: Mood) -> list[float]:
+        """Milliseconds of each call."""
+        spent = []
+        for call in calls:
+            start = time.perf_counter()
+            call()
+            spent.append((time.perf_counter() - start) * 1e3)
+        return spent
+
+
+Clock = GpuClock | CpuClock
+
+
+def interleaved(calls: dict[str, list[Call]], clock: Clock, mood: Mood) -> dict[str, list[float]]:
+    """Milliseconds of each name's calls, which take turns: one round, a call of each name.
+
+    A name with fewer calls joins the last rounds: what is slow leaves most of the others' rounds,
+    and a burst's beginning, as they are.
+    """
+    rounds = max(map(len, calls.values()), default=0)
+    order = [
+        (name, each[number - rounds + len(each)])
+        for number in range(rounds)
+        for name, each in calls.items()
+        if number >= rounds - len(each)
+    ]
+    spent = clock.times([call for _, call in order], mood)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for (name, _), milliseconds in zip(order, spent, strict=True):
+        found[name].append(milliseconds)
+    return found
