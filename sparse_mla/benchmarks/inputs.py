@@ -55,7 +55,7 @@ def make_set(shape: Shape, device: torch.device, seed: int) -> Inputs:
 
     def rows(*sizes: int) -> torch.Tensor:
         stored = torch.empty(sizes, dtype=E4M3, device=device)
-        for part in stored.split(1024):
+        for part in torch.split(stored, 1024):
             part.copy_(torch.randn(part.shape, generator=generator, device=device))
         return stored
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .. import environment
 from ..version import __version__
 
 SMI_FIELDS = (
@@ -77,7 +78,13 @@ def device_name(device: torch.device) -> str:
 
 
 def commit() -> str | None:
-    """The checkout's commit, marked where files differ from it; ``None`` outside a checkout."""
+    """The checkout's commit, marked where files differ from it, or ``SPARSE_MLA_COMMIT``.
+
+    ``None`` where neither is there; the variable is for copies that left their history behind.
+    """
+    told = environment.read("SPARSE_MLA_COMMIT")
+    if told:
+        return told
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

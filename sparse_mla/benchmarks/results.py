@@ -24,8 +24,13 @@ def write(path: Path, results: dict[str, Any]) -> Path:
         The file written.
     """
     file = path / file_name(results) if path.is_dir() else path
-    write_text(file, json.dumps(results, indent=1, allow_nan=False) + "\n")
+    text = json.dumps(results, indent=1, allow_nan=False)
+    write_text(file, re.sub(r"\[\s+([-+.,\d\se]+?)\s+\]", _on_one_line, text) + "\n")
     return file
+
+
+def _on_one_line(numbers: re.Match[str]) -> str:
+    return "[" + " ".join(numbers[1].split()) + "]"
 
 
 def write_text(file: Path, text: str) -> None:

@@ -2,8 +2,8 @@
 
 What is timed is timed in rounds: each round makes one call of every peer, so that all of them see
 the same clocks, temperature and neighbours. Input sets rotate from round to round. Outputs of all
-timed calls are kept (ours are buffers that held NaN) and afterwards compared with float64 on sampled
-queries; all of ours on one input set must have the same bits.
+timed calls are kept (ours are buffers that held NaN) and compared afterwards with float64 on
+sampled queries; all of ours on one input set must have the same bits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from .. import dispatch
 from ..backends.reference import Attention
 from ..params import D_V
-from ..testing import Tolerance, compare, expected, make_problem
+from ..testing import Inputs, Tolerance, compare, expected, make_problem
 from . import ceilings, host, inputs, machine
 from .inputs import Workload
 from .peers import Outputs, Peer, describe, everything, reason
@@ -141,7 +141,7 @@ def _warmed(workload: Workload, peers: Sequence[Peer]) -> tuple[dict[str, Call],
     refused: dict[str, str] = {}
     first = workload.sets[0]
     for peer in peers:
-        why = peer.refusal(workload.shape, first)
+        why = peer.refusal(first)
         if why is None:
             try:
                 call = peer.prepare(first, 1)
@@ -159,7 +159,7 @@ def _warmed(workload: Workload, peers: Sequence[Peer]) -> tuple[dict[str, Call],
     return calls, refused
 
 
-def _wanted(each: inputs.Inputs) -> tuple[list[int], Attention]:
+def _wanted(each: Inputs) -> tuple[list[int], Attention]:
     """Sampled queries of an input set and their float64 results."""
     problem = make_problem(each)
     step = max(1, problem.s_q // SAMPLED_QUERIES)

@@ -47,7 +47,7 @@ def moods(results: dict[str, Any]) -> list[str]:
 def speedup(mine: dict[str, Any], other: dict[str, Any]) -> float:
     """How many times as fast mine is: the median over the rounds that both took part in."""
     pairs = zip(reversed(other["all_ms"]), reversed(mine["all_ms"]), strict=False)
-    return statistics.median(theirs / own for theirs, own in pairs)
+    return float(statistics.median(theirs / own for theirs, own in pairs))
 
 
 def rate_unit(results: dict[str, Any]) -> tuple[str, float]:

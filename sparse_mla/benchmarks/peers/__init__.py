@@ -9,12 +9,11 @@ reference as ours are.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from ...testing import Inputs, Tolerance
-from ..shapes import Shape
 
 
 class Outputs(NamedTuple):
@@ -25,31 +24,35 @@ class Outputs(NamedTuple):
     lse: torch.Tensor | None  # float32 [s_q, h_q], natural log
 
 
-class Peer(Protocol):
-    """One thing that computes sparse MLA prefill."""
+class Peer:
+    """One thing that computes sparse MLA prefill; a subclass a peer."""
 
     name: str
     what: str
     """One line: what it is and in which precision."""
-    ours: bool
-    slow: bool
+    ours = False
+    slow = False
     """Joins few rounds, as a call takes many times the others'."""
-    on_request: bool
+    on_request = False
     """Runs only where it is asked for by name."""
     tolerance: Tolerance
     """What its answers may differ from float64 by, on inputs of ``inputs.make``."""
 
     def unavailable(self, device: torch.device) -> str | None:
         """Why it runs nothing on this device; ``None``: it does."""
+        return None
 
-    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
-        """Why it does not take this shape; ``None``: it does."""
+    def refusal(self, inputs: Inputs) -> str | None:
+        """Why it does not take inputs of these sizes; ``None``: it does."""
+        return None
 
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
         """A call on these inputs; so many calls in a row leave each other's outputs alone."""
+        raise NotImplementedError
 
     def kernel(self, inputs: Inputs) -> str | None:
         """Which kernel runs it, where that can be told."""
+        return None
 
 
 def everything() -> dict[str, Peer]:

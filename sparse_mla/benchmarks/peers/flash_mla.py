@@ -14,22 +14,21 @@ from typing import Any
 import torch
 
 from ...testing import Inputs, Tolerance
-from ..shapes import Shape
-from . import Outputs, reason
+from . import Outputs, Peer, reason
 
 MODULE, OPERATOR = "flash_mla", "flash_mla_sparse_fwd"
 HEADS = (64, 128)
 
 
-class FlashMLA:
+class FlashMLA(Peer):
     """``flash_mla.flash_mla_sparse_fwd(..., use_legacy=True)``."""
 
     name = "flash-mla-bf16"
     what = "FlashMLA sparse prefill, bfloat16, from the wheel sgl-flash-mla"
-    ours = slow = on_request = False
     tolerance = Tolerance(out=0.012, absolute=4e-3, relative=2e-3)
 
     def unavailable(self, device: torch.device) -> str | None:
+        """Whether the wheel is there, loads, and has kernels for this card."""
         if device.type != "cuda":
             return f"computes on cuda, this run is on {device.type}"
         try:
@@ -45,12 +44,13 @@ class FlashMLA:
             return f"its legacy kernels are for compute capability 9.0, this is {capability}"
         return None
 
-    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
-        if shape.h_q > max(HEADS):
-            return f"takes 64 or 128 heads, got {shape.h_q}"
-        return None
+    def refusal(self, inputs: Inputs) -> str | None:
+        """More heads than it has kernels for."""
+        heads = inputs.q.shape[1]
+        return f"takes 64 or 128 heads, got {heads}" if heads > max(HEADS) else None
 
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
+        """The operator on bfloat16 copies, made here."""
         operator: Any = getattr(importlib.import_module(MODULE), OPERATOR)
         assert inputs.q_scale is not None
         assert inputs.kv_scale is not None
@@ -66,13 +66,10 @@ class FlashMLA:
 
         return call
 
-    def kernel(self, inputs: Inputs) -> str | None:
-        return None
-
 
 def dequantised(stored: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """FP8 rows in bfloat16, exactly where the scale is a power of two; converted in parts."""
     found = torch.empty(stored.shape, dtype=torch.bfloat16, device=stored.device)
-    for part, into in zip(stored.split(1024), found.split(1024), strict=True):
+    for part, into in zip(torch.split(stored, 1024), torch.split(found, 1024), strict=True):
         into.copy_(part.float() * scale)
     return found

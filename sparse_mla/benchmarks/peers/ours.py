@@ -10,8 +10,7 @@ import torch
 
 from ... import dispatch, interface
 from ...testing import CPU_BFLOAT16, EXACT, Inputs, Tolerance, allocate_outputs, make_problem
-from ..shapes import Shape
-from . import Outputs, reason
+from . import Outputs, Peer, reason
 
 FP8_P = Tolerance(out=0.04, absolute=1.6e-2, relative=1e-3)
 """Probabilities in FP8 leave a relative L2 of 0.03 at most at logits of standard deviation 1, and
@@ -27,7 +26,7 @@ DEVICES = {"sm90": "cuda", "portable": "cuda", "cpu": "cpu"}
 STRICT_HEADS, STRICT_SLOTS = 64, 128
 
 
-class Ours:
+class Ours(Peer):
     """One of our backends, called through the public operators."""
 
     ours = True
@@ -38,6 +37,7 @@ class Ours:
         self.slow = self.on_request = backend == "reference"
 
     def unavailable(self, device: torch.device) -> str | None:
+        """The backend's own reason, or that it computes elsewhere."""
         wanted = DEVICES.get(self.name, device.type)
         if wanted != device.type:
             return f"computes on {wanted}, this run is on {device.type}"
@@ -46,10 +46,12 @@ class Ours:
         except Exception as fault:  # a broken installation of what it needs is an answer too
             return reason(fault)
 
-    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
+    def refusal(self, inputs: Inputs) -> str | None:
+        """The backend's own reason."""
         return dispatch.load(self.name).refusal(make_problem(inputs))
 
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
+        """The public operator, into buffers that hold NaN."""
         strict = is_strict(inputs) and self._is_first(inputs.q.device)
         ring = itertools.cycle([allocate_outputs(inputs) for _ in range(buffers)])  # full of NaN
         call = self._strict if strict else self._general
@@ -75,6 +77,7 @@ class Ours:
         )  # fmt: skip
 
     def kernel(self, inputs: Inputs) -> str | None:
+        """What the backend's ``plan`` says, where it has one."""
         plan = getattr(dispatch.load(self.name), "plan", None)
         return None if plan is None else str(plan(make_problem(inputs)))
 

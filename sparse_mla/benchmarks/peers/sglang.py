@@ -10,20 +10,19 @@ import torch
 
 from ...integrations import sglang
 from ...testing import Inputs
-from ..shapes import Shape
-from . import Outputs, reason
-from .ours import FP8_P, STRICT_HEADS, STRICT_SLOTS
+from . import Outputs, Peer, reason
+from .ours import FP8_P, STRICT_HEADS, STRICT_SLOTS, is_strict
 
 
-class SGLang:
+class SGLang(Peer):
     """The operator from an installed sglang, wherever its release keeps it."""
 
     name = "sglang-q8kv8"
     what = f"SGLang's {sglang.NAME}, FP8 q, kv and probabilities"
-    ours = slow = on_request = False
     tolerance = FP8_P
 
     def unavailable(self, device: torch.device) -> str | None:
+        """Whether sglang is there and its operator still its own."""
         if device.type != "cuda":
             return f"computes on cuda, this run is on {device.type}"
         if sglang.installed() is not None:
@@ -45,15 +44,17 @@ class SGLang:
             return operator
         raise faults[0]
 
-    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
-        if shape.h_q % STRICT_HEADS or shape.topk % STRICT_SLOTS:
-            return (
-                f"takes heads in multiples of {STRICT_HEADS} and topk in multiples of "
-                f"{STRICT_SLOTS}, got {shape.h_q} and {shape.topk}"
-            )
-        return None
+    def refusal(self, inputs: Inputs) -> str | None:
+        """Sizes that its contract refuses."""
+        if is_strict(inputs):
+            return None
+        return (
+            f"takes heads in multiples of {STRICT_HEADS} and topk in multiples of "
+            f"{STRICT_SLOTS}, got {inputs.q.shape[1]} and {inputs.indices.shape[-1]}"
+        )
 
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
+        """The operator as it is; it allocates its outputs."""
         operator = self._operator()
         return lambda: Outputs(
             *operator(
@@ -61,6 +62,3 @@ class SGLang:
                 inputs.q_scale, inputs.kv_scale,
             )
         )  # fmt: skip
-
-    def kernel(self, inputs: Inputs) -> str | None:
-        return None

@@ -12,30 +12,23 @@ import torch
 
 from ...params import D_V
 from ...testing import EXACT, Inputs, Tolerance
-from ..shapes import Shape
-from . import Outputs
+from . import Outputs, Peer
 from .flash_mla import dequantised
 
 BLOCK_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 """Of gathered rows that exist at a time."""
 
 
-class GatherBmm:
+class GatherBmm(Peer):
     """Plain torch."""
 
     name = "torch-gather-bmm"
     what = "plain torch: gather, two bmm, softmax; bfloat16 on a GPU, float32 on a CPU"
-    ours = on_request = False
     slow = True
     tolerance = Tolerance(out=0.02, absolute=0.05, relative=0.01)
 
-    def unavailable(self, device: torch.device) -> str | None:
-        return None
-
-    def refusal(self, shape: Shape, inputs: Inputs) -> str | None:
-        return None
-
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
+        """The whole computation; on a GPU on bfloat16 copies, made here."""
         assert inputs.q_scale is not None
         assert inputs.kv_scale is not None
         if inputs.q.device.type == "cpu":
@@ -45,11 +38,10 @@ class GatherBmm:
         kv = dequantised(inputs.kv[:, 0], inputs.kv_scale)
         return lambda: _attend(q, kv, inputs, BLOCK_BYTES["cuda"])
 
-    def kernel(self, inputs: Inputs) -> str | None:
-        return None
-
 
 def _cpu(inputs: Inputs) -> Outputs:
+    assert inputs.q_scale is not None
+    assert inputs.kv_scale is not None
     q = inputs.q.float() * inputs.q_scale
     kv = inputs.kv[:, 0].float() * inputs.kv_scale
     return _attend(q, kv, inputs, BLOCK_BYTES["cpu"])
