@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,9 @@ def _rendered(plot: Plot, kind: str, **options: Any) -> bytes:
         axes = figure.subplots()
         plot.draw(axes)
         if kind == "png":
-            axes.set_title(plot.title, fontsize=12, loc="left")
+            figure.suptitle(plot.title, fontsize=12, x=0.01, ha="left", color=INK)
+            conditions = textwrap.fill(plot.caption.partition(". ")[0].rstrip(".") + ".", 115)
+            figure.supxlabel(conditions, fontsize=7.5, x=0.01, ha="left", color=SOFT)
         picture = io.BytesIO()
         figure.savefig(picture, format=kind, **options)
     return picture.getvalue()

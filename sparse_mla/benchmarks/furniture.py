@@ -22,7 +22,10 @@ def table_of(
     head: Iterable[str], rows: Iterable[Iterable[object]], texts: int = 1, keep: bool = True
 ) -> str:
     """A table; the first ``texts`` columns are text, the others numbers. ``Raw`` is not escaped."""
-    names = "".join(f"<th scope='col'>{escape(name)}</th>" for name in head)
+    names = "".join(
+        f"<th scope=col{'' if number < texts else ' class=n'}>{escape(name)}</th>"
+        for number, name in enumerate(head)
+    )
     lines = []
     for row in rows:
         cells = "".join(
@@ -56,7 +59,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) { :root { DARK; --paper: #0f1318; --raised: #171c23; } }
 *, *::before, *::after { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 1rem/1.55 var(--sans); }
-main { max-width: 62rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
+main { max-width: 66rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }
 h1 { font-size: 1.8rem; line-height: 1.2; margin: 0.5rem 0; letter-spacing: -0.01em; }
 h2 { font-size: 1.2rem; margin: 0 0 0.6rem; }
 h3 { font-size: 1rem; margin: 1.5rem 0 0.3rem; }
@@ -71,13 +74,13 @@ h1, h2, h3, p, li, figcaption, dt { overflow-wrap: anywhere; }
 figure, section { margin: 2.2rem 0 0; padding-top: 1.4rem; border-top: 1px solid var(--grid); }
 .wide { overflow-x: auto; }
 .wide:focus-visible { outline: 2px solid var(--one); outline-offset: 2px; }
-svg { display: block; width: 100%; min-width: 32rem; max-width: 48rem; height: auto; }
+svg { display: block; width: 100%; min-width: 27rem; max-width: 48rem; height: auto; }
 figcaption { color: var(--soft); font-size: 0.92rem; max-width: 48rem; margin-top: 0.4rem; }
 table { border-collapse: collapse; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: left; padding: 0.3rem 0.8rem 0.3rem 0; border-bottom: 1px solid var(--grid);
+th, td { text-align: left; padding: 0.25rem 0.9rem 0.25rem 0; border-bottom: 1px solid var(--grid);
   vertical-align: top; }
 th { color: var(--soft); font-weight: 600; }
-td { min-width: 4.5rem; }
+th.n, td.n { text-align: right; }
 td:first-child, td.n, .keep td { white-space: nowrap; }
 li { margin: 0.25rem 0; max-width: 48rem; }
 pre { background: var(--raised); border: 1px solid var(--grid); border-radius: 6px;

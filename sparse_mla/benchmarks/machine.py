@@ -54,6 +54,7 @@ def describe(device: torch.device, argv: list[str] | None = None) -> dict[str, A
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
             "cores": os.cpu_count(),
+            "load_average": list(os.getloadavg()),
         }
     return found
 

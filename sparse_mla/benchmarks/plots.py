@@ -87,6 +87,11 @@ def _lines(
         )
 
 
+def _legend(axes: Any, columns: int = 2) -> None:
+    """Above the axes, where no line runs."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=columns, borderaxespad=0.3)
+
+
 def _right(results: dict[str, Any]) -> list[Row]:
     return [row for row in table.rows(results) if is_right(row.figure)]
 
@@ -107,7 +112,7 @@ def by_context(results: dict[str, Any]) -> Plot | None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("cached rows (s_kv)")
         axes.set_ylabel(unit)
-        axes.legend(loc="lower left")
+        _legend(axes)
 
     return Plot("context", f"{unit} by context", _conditions(results, fixed), draw)
 
@@ -128,7 +133,7 @@ def by_heads(results: dict[str, Any]) -> Plot | None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("query heads on a GPU (h_q)")
         axes.set_ylabel(unit)
-        axes.legend(loc="upper left")
+        _legend(axes)
 
     caption = _conditions(results, fixed)
     caption += " Fewer heads reuse a gathered row less often. Padded heads are not counted as work."
@@ -151,7 +156,7 @@ def few_queries(results: dict[str, Any]) -> Plot | None:
         ticks(axes.xaxis, counts)
         axes.set_xlabel("query tokens (s_q)")
         axes.set_ylabel("time of a call [µs]")
-        axes.legend(loc="upper left")
+        _legend(axes)
 
     return Plot("queries", "Time by number of queries", _conditions(results, fixed), draw)
 
@@ -186,9 +191,8 @@ def by_pattern(results: dict[str, Any]) -> Plot | None:
             axes.bar_label(bars, fmt="{:,.0f}", fontsize=9, color=INK, padding=2)
         axes.set_xticks(range(len(patterns)), patterns)
         axes.grid(visible=False, axis="x")
-        axes.margins(y=0.22)
         axes.set_ylabel(unit)
-        axes.legend(loc="upper left", ncols=min(3, len(names)))
+        _legend(axes, 3)
 
     return Plot("patterns", f"{unit} by index pattern", _conditions(results, fixed), draw)
 
@@ -225,15 +229,10 @@ def roofline(results: dict[str, Any]) -> Plot | None:
             dots(axes, points, number, label(results, name))
         axes.set_xscale("log")
         axes.set_yscale("log")
-        ticks(
-            axes.xaxis,
-            {round(value) for value in intensity.values()}
-            if len({round(value) for value in intensity.values()}) < 9
-            else {8, 32, 128, 512},
-        )
+        ticks(axes.xaxis, [2**power for power in range(12) if low <= 2**power <= high])
         axes.set_xlabel("operations a gathered byte")
         axes.set_ylabel(unit)
-        axes.legend(loc="lower right")
+        _legend(axes)
 
     caption = (
         f"{machine(results)}, {mood}. Each mark is a shape. A gathered byte is a byte of the FP8 "
@@ -292,7 +291,7 @@ def speedups(results: dict[str, Any]) -> Plot | None:
         axes.set_yticks(list(places.values()), list(places), fontsize=9)
         axes.set_ylim(-0.7, len(ids) - 0.3)
         axes.set_xlabel("times as fast as the peer (1: equal)")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=2)
+        _legend(axes)
 
     caption = (
         f"{machine(results)}, {moods[0]}: median over rounds of the peer's time over ours. The "
@@ -325,7 +324,7 @@ def accuracy(results: dict[str, Any]) -> Plot | None:
         axes.set_yticks(range(len(kinds)), [kind["kind"] for kind in reversed(kinds)])
         axes.set_ylim(-0.6, len(kinds) - 0.4)
         axes.set_xlabel("relative L2 of the worst row of out")
-        axes.legend(loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=1)
+        _legend(axes)
 
     caption = (
         "Against float64 on the same FP8 inputs; a row is one query and head. Logits by standard "
@@ -345,7 +344,7 @@ def outliers(results: dict[str, Any]) -> Plot | None:
     def draw(axes: Any) -> None:
         for number, name in enumerate(methods):
             points = [
-                (entry["factor"], entry["methods"][name]["worst"])
+                (entry["factor"], entry["methods"][name]["median"])
                 for entry in scales
                 if "worst" in entry["methods"].get(name, {})
             ]
@@ -357,8 +356,8 @@ def outliers(results: dict[str, Any]) -> Plot | None:
         ticks(axes.xaxis, [entry["factor"] for entry in scales])
         axes.set_ylim(bottom=0)
         axes.set_xlabel("size of outlier rows over the others")
-        axes.set_ylabel("relative L2 of the worst row")
-        axes.legend(loc="upper left")
+        axes.set_ylabel("relative L2 of the median row of out")
+        _legend(axes)
 
     share = results["accuracy"]["outlier_share"]
     caption = (

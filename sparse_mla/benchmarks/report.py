@@ -156,8 +156,8 @@ def _speed(results: dict[str, Any]) -> str:
                 row.id,
                 row.mood,
                 Raw(f"{name if isinstance(name, Raw) else escape(name)}{escape(kernel)}"),
-                f"{figure['median_ms'] * 1e3:,.1f}",
-                f"{figure['p10_ms'] * 1e3:,.1f}–{figure['p90_ms'] * 1e3:,.1f}",
+                _us(figure["median_ms"]),
+                f"{_us(figure['p10_ms'])}–{_us(figure['p90_ms'])}",
                 f"{figure['tflops'] * factor:,.0f}",
                 f"{figure['gathered_tb_per_s']:.2f}",
                 _share(figure["of_matmul"]),
@@ -184,6 +184,10 @@ def _speed(results: dict[str, Any]) -> str:
     if refused:
         text += f"<p>Not taken:</p><ul>{''.join(refused)}</ul>"
     return text
+
+
+def _us(milliseconds: float) -> str:
+    return f"{milliseconds * 1e3:,.1f}" if milliseconds < 1 else f"{milliseconds * 1e3:,.0f}"
 
 
 def _share(value: float | None) -> str:

@@ -1,7 +1,8 @@
 """The one runner: shapes times peers, interleaved, every timed output compared with the reference.
 
 What is timed is timed in rounds: each round makes one call of every peer, so that all of them see
-the same clocks, temperature and neighbours. Input sets rotate from round to round. Outputs of all
+the same clocks, temperature and neighbours. Peers that take many times the others' time have rounds
+of their own after the others'. Input sets rotate from round to round. Outputs of all
 timed calls are kept (ours are buffers that held NaN) and compared afterwards with float64 on
 sampled queries; all of ours on one input set must have the same bits.
 """
@@ -129,9 +130,12 @@ def measure(
     wants = [_wanted(each) for each in workload.sets]
     for mood in settings.moods:
         runnable = [peer for peer in peers if peer.name in warm]
-        row["moods"][mood] = _timed(
-            workload, runnable, warm, wants, clock, mood, settings, limits[mood]
-        )
+        try:
+            row["moods"][mood] = _timed(
+                workload, runnable, warm, wants, clock, mood, settings, limits[mood]
+            )
+        except torch.OutOfMemoryError as fault:  # the next shape may fit
+            row["refused"] |= {peer.name: f"failed: {reason(fault)}" for peer in runnable}
     return row
 
 
@@ -180,25 +184,31 @@ def _timed(
     """All peers in one mood: times, shares of the ceilings, and whether what was timed is right."""
     rounds = _rounds(workload, peers, settings.rounds)
     kept: dict[str, list[tuple[int, Outputs]]] = {peer.name: [] for peer in peers}
+    on_gpu = isinstance(clock, GpuClock)
+    slow = [peer.name for peer in peers if peer.slow and on_gpu]
     calls = {
-        peer.name: _calls(peer, workload, min(rounds, SLOW_ROUNDS) if peer.slow else rounds, kept)
+        peer.name: _calls(
+            peer, workload, min(rounds, SLOW_ROUNDS) if peer.name in slow else rounds, kept
+        )
         for peer in peers
     }
     for peer in peers:
         _reserve(peer, workload, len(calls[peer.name]))
-    fast = [warm[peer.name] for peer in peers if not peer.slow] or list(warm.values())
-    if mood == "sustained" and fast:
-        clock.settle(fast)
+    fast = {name: each for name, each in calls.items() if name not in slow}
+    if mood == "sustained":
+        clock.settle([warm[name] for name in fast or calls])
     companions = _companions(workload, rounds)
-    spent = interleaved({**companions, **calls}, clock, mood)
+    spent = interleaved({**companions, **fast}, clock, mood)
+    spent |= interleaved({name: calls[name] for name in slow}, clock, mood)
     found: dict[str, Any] = {"rounds": rounds, "peers": {}}
     if isinstance(clock, GpuClock):
-        busy = fast[0] if mood == "sustained" and fast else None
+        busy = next((warm[name] for name in fast), None) if mood == "sustained" else None
         found["card"] = machine.card(clock.device, busy)
     for peer in peers:
         figure = _figure(workload, spent[peer.name], limits)
         if companions:
-            figure["of_matmul"] = _of_companion(workload, spent[peer.name], spent["bf16_matmul"])
+            share = _of_companion(workload, spent[peer.name], spent["bf16_matmul"])
+            figure |= {"of_matmul": share, "of_roofline": max(share, figure["of_copy"])}
         worst, fault = _verdict(workload, peer, kept.pop(peer.name), wants)
         figure |= {
             "worst_relative_l2": worst,
@@ -266,7 +276,7 @@ def _companions(workload: Workload, rounds: int) -> dict[str, list[Call]]:
 def _of_companion(workload: Workload, ours: list[float], matmul: list[float]) -> float:
     """The median over rounds of the share of the matmul's rate in the same round."""
     amount = 2 * ceilings.MATMUL["cpu"] ** 3
-    pairs = zip(reversed(ours), reversed(matmul), strict=False)  # a slow peer joins the last
+    pairs = zip(ours, matmul, strict=True)
     return statistics.median(workload.operations / a / (amount / b) for a, b in pairs)
 
 

@@ -2,7 +2,7 @@
 
 Moods of a card:
 
-    burst       rounds back to back after 0.25 s of idle, mostly before the power limit acts
+    burst       8 rounds back to back after 0.25 s of idle, mostly before the power limit acts
     sustained   rounds back to back, once the card has settled under load
 
 A CPU has the one mood ``sustained``.
@@ -23,6 +23,7 @@ MOODS: tuple[Mood, ...] = ("burst", "sustained")
 Call = Callable[[], Any]
 
 IDLE_SECONDS = 0.25
+BURST_ROUNDS = 8
 SETTLE_SECONDS = 1.0
 WARM_CALLS = 3
 CYCLES_A_CALL = 600_000
@@ -106,18 +107,13 @@ Clock = GpuClock | CpuClock
 def interleaved(calls: dict[str, list[Call]], clock: Clock, mood: Mood) -> dict[str, list[float]]:
     """Milliseconds of each name's calls, which take turns: one round, a call of each name.
 
-    A name with fewer calls joins the last rounds: what is slow leaves most of the others' rounds,
-    and a burst's beginning, as they are.
+    Names have equally many calls. In bursts, so many rounds follow each other after each pause as
+    mostly stay before the power limit.
     """
-    rounds = max(map(len, calls.values()), default=0)
-    order = [
-        (name, each[number - rounds + len(each)])
-        for number in range(rounds)
-        for name, each in calls.items()
-        if number >= rounds - len(each)
-    ]
-    spent = clock.times([call for _, call in order], mood)
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for (name, _), milliseconds in zip(order, spent, strict=True):
-        found[name].append(milliseconds)
-    return found
+    rounds = list(zip(*calls.values(), strict=True))
+    together = BURST_ROUNDS if mood == "burst" else max(1, len(rounds))
+    spent: list[float] = []
+    for start in range(0, len(rounds), together):
+        part = [call for each in rounds[start : start + together] for call in each]
+        spent += clock.times(part, mood)
+    return {name: spent[number :: len(calls)] for number, name in enumerate(calls)}

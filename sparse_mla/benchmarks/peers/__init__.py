@@ -32,7 +32,7 @@ class Peer:
     """One line: what it is and in which precision."""
     ours = False
     slow = False
-    """Joins few rounds, as a call takes many times the others'."""
+    """On a GPU has few rounds, apart, as a call takes many times the others'."""
     on_request = False
     """Runs only where it is asked for by name."""
     tolerance: Tolerance

@@ -7,16 +7,13 @@ heads; fewer are padded with zeros to 64, as a caller would have to, and counted
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from ...testing import Inputs, Tolerance
 from . import Outputs, Peer, reason
 
-MODULE, OPERATOR = "flash_mla", "flash_mla_sparse_fwd"
 HEADS = (64, 128)
 
 
@@ -32,13 +29,13 @@ class FlashMLA(Peer):
         if device.type != "cuda":
             return f"computes on cuda, this run is on {device.type}"
         try:
-            module = importlib.import_module(MODULE)
+            import flash_mla
         except Exception as fault:  # a missing library of the wheel's is an answer too
-            return f"cannot import {MODULE}: {reason(fault)}"
-        if not hasattr(module, OPERATOR):
-            return f"{MODULE} has no {OPERATOR}"
-        if not getattr(module, "has_legacy", lambda: True)():
-            return f"{MODULE} was built without its Hopper kernels"
+            return f"cannot import flash_mla: {reason(fault)}"
+        if not hasattr(flash_mla, "flash_mla_sparse_fwd"):
+            return "flash_mla has no flash_mla_sparse_fwd"
+        if not getattr(flash_mla, "has_legacy", lambda: False)():
+            return "this flash_mla has no kernels for Hopper: they are in the wheel sgl-flash-mla"
         capability = torch.cuda.get_device_capability(device)
         if capability != (9, 0):
             return f"its legacy kernels are for compute capability 9.0, this is {capability}"
@@ -51,7 +48,8 @@ class FlashMLA(Peer):
 
     def prepare(self, inputs: Inputs, buffers: int) -> Callable[[], Outputs]:
         """The operator on bfloat16 copies, made here."""
-        operator: Any = getattr(importlib.import_module(MODULE), OPERATOR)
+        from flash_mla import flash_mla_sparse_fwd as operator
+
         assert inputs.q_scale is not None
         assert inputs.kv_scale is not None
         heads = inputs.q.shape[1]

@@ -79,7 +79,10 @@ class Ours(Peer):
     def kernel(self, inputs: Inputs) -> str | None:
         """What the backend's ``plan`` says, where it has one."""
         plan = getattr(dispatch.load(self.name), "plan", None)
-        return None if plan is None else str(plan(make_problem(inputs)))
+        try:
+            return None if plan is None else str(plan(make_problem(inputs)))
+        except Exception as fault:  # a hook that has changed costs a name, not the run
+            return f"unknown: {reason(fault)}"
 
 
 def is_strict(inputs: Inputs) -> bool:

@@ -37,7 +37,9 @@ class SGLang(Peer):
         faults: list[Exception] = []
         for module in sglang.MODULES:
             try:
-                operator = getattr(importlib.import_module(module), sglang.NAME)
+                operator = getattr(
+                    importlib.import_module(f"sglang.{module.removeprefix('sglang.')}"), sglang.NAME
+                )
             except Exception as fault:
                 faults.append(fault)
                 continue
