@@ -44,7 +44,7 @@ def test_the_page_holds_every_plot_and_table(page: str) -> None:
         assert f"<h2>{heading}</h2>" in page
     for text in (
         "sparse-mla bench -o results.json", "0123456789ab", "not there", "1755 MHz", "691.30 W",
-        "800 TFLOPS", "2.00 times as fast as flash-mla-bf16", "46.0 µs",
+        "800 TFLOPS, 50% of the FP8 matmul in the same run", "2.00 times as fast as flash-mla-bf16", "46.0 µs",
     ):  # fmt: skip
         assert text in page, text
 
@@ -223,12 +223,12 @@ def test_the_readmes_figures_are_those_of_the_newest_file() -> None:
 def test_the_block_follows_the_figures() -> None:
     block = readme.block("x.json", results())
     assert "| DeepSeek-V3.2, TP 1: 4,096 queries, 128 heads, 32,768 rows |" in block
-    assert "| 2,920 | 800 | 1.60 | 2.00 × | 0.020 |" in block
+    assert "| 2,920 | 800 | 1.60 | 2.00 × | 0.0200, 0.0200 |" in block
     assert "(benchmarks/results/x.json)" in block
     assert readme.block("x.json", results(row(801.0))) != block
     wrong = results()
     wrong["prefill"][0]["moods"]["sustained"]["peers"][PEER]["fault"] = "off"
-    assert "| 800 | 1.60 |  | 0.020 |" in readme.block("x.json", wrong)
+    assert "| 800 | 1.60 |  | 0.0200 |" in readme.block("x.json", wrong)
 
 
 def test_the_block_is_replaced_between_its_markers() -> None:

@@ -67,6 +67,12 @@ def compute(of_mood: dict[str, Any]) -> float | None:
     return max(rates, default=None)
 
 
+def matmul_name(of_mood: dict[str, Any]) -> str:
+    """What the matmul behind ``compute`` is called, ``FP8 matmul``."""
+    name = max((n for n in of_mood if "tflops" in of_mood[n]), key=lambda n: of_mood[n]["tflops"])
+    return str(name).replace("_", " ").replace("fp8", "FP8").replace("bf16", "bfloat16")
+
+
 def bandwidth(of_mood: dict[str, Any]) -> float | None:
     """TB/s of the copy, bytes read plus bytes written."""
     entry = of_mood.get("copy")

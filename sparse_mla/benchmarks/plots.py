@@ -220,7 +220,7 @@ def roofline(results: dict[str, Any]) -> Plot | None:
             [low, ridge, high],
             [low * copy * factor, matmul * factor, matmul * factor],
             color=SOFT,
-            label=f"{_matmul_name(limits)} {matmul * factor:,.0f} {unit}, copy {copy:.3g} TB/s",
+            label=f"{ceilings.matmul_name(limits)} {matmul * factor:,.0f} {unit}, copy {copy:.3g} TB/s",
         )
         for number, name in enumerate(names):
             points = [
@@ -241,11 +241,6 @@ def roofline(results: dict[str, Any]) -> Plot | None:
         "fill the card."
     )
     return Plot("roofline", "Roofline with the measured ceilings", caption, draw)
-
-
-def _matmul_name(limits: dict[str, Any]) -> str:
-    name = max((n for n in limits if "tflops" in limits[n]), key=lambda n: limits[n]["tflops"])
-    return str(name).replace("_", " ").replace("fp8", "FP8")
 
 
 def speedups(results: dict[str, Any]) -> Plot | None:

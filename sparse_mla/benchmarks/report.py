@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from . import drawing, plots, table
+from . import ceilings, drawing, plots, table
 from .furniture import Raw, escape, table_of
 from .furniture import page as frame
 from .results import is_right, write_text
@@ -91,7 +91,8 @@ def lead(results: dict[str, Any]) -> str:
         f"{mine}, {mood}: {figure['tflops'] * factor:,.0f} {unit}"
     )
     if figure["of_matmul"] is not None:
-        words += f", {figure['of_matmul']:.0%} of what a large matmul reached in the same run"
+        matmul = ceilings.matmul_name(results["ceilings"][mood])
+        words += f", {figure['of_matmul']:.0%} of the {matmul} in the same run"
     ratios = [
         f"{_times(table.speedup(figure, other))} times as fast as {name}"
         for name, other in entry["peers"].items()

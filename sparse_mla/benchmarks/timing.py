@@ -29,7 +29,8 @@ WARM_CALLS = 3
 CYCLES_A_CALL = 600_000
 """The GPU is kept busy for as long before the first timed call as the host may take to enqueue
 all of them (300 us a call), so that no launch is waited for."""
-MOST_CYCLES = 100_000_000
+FEWEST_CYCLES, MOST_CYCLES = 20_000_000, 100_000_000
+"""10 to 50 ms: one call of plain torch is dozens of launches."""
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class GpuClock:
         torch.cuda.synchronize(self.device)
         if mood == "burst":
             time.sleep(IDLE_SECONDS)
-        torch.cuda._sleep(min(CYCLES_A_CALL * len(calls), MOST_CYCLES))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(min(max(CYCLES_A_CALL * len(calls), FEWEST_CYCLES), MOST_CYCLES))  # type: ignore[no-untyped-call]
         for call, (start, stop) in zip(calls, events, strict=True):
             if self.scratch.numel():
                 self.scratch.zero_()
