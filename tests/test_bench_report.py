@@ -44,7 +44,8 @@ def test_the_page_holds_every_plot_and_table(page: str) -> None:
         assert f"<h2>{heading}</h2>" in page
     for text in (
         "sparse-mla bench -o results.json", "0123456789ab", "not there", "1755 MHz", "691.30 W",
-        "800 TFLOPS, 50% of the FP8 matmul in the same run", "2.00 times as fast as flash-mla-bf16", "46.0 µs",
+        "800 TFLOPS, 50% of the FP8 matmul in the same run",
+        "2.00 times as fast as flash-mla-bf16", "46.0 µs",
     ):  # fmt: skip
         assert text in page, text
 
@@ -128,9 +129,18 @@ def test_the_table_as_text() -> None:
         "v32-tp1-q4096-kv32k-uniform", "burst", "sm90", "2920.0", "2920.0", "2920.0", "800", "1.60",
         "50.0%", "0.0200",
     ]  # fmt: skip
-    assert lines[2].endswith("0.0200  0.50 x")
+    assert lines[2].endswith("0.0200  1/2.00")
     assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in lines
     assert "not run: sglang-q8kv8: not there" in lines
+
+
+def test_a_cpus_rates_are_in_its_units() -> None:
+    found = results(row(0.2))
+    found["machine"]["device"] = "cpu"
+    lines = table.text(found).splitlines()
+    assert "GFLOP/s" in lines[0]
+    assert lines[1].split()[6:8] == ["200", "0.40"]
+    assert "ceilings, burst: fp8 matmul 1,600,000 GFLOP/s, copy 4e+03 GB/s" in lines
 
 
 def test_tables_right_align_numbers_and_escape() -> None:

@@ -131,7 +131,7 @@ def by_heads(results: dict[str, Any]) -> Plot | None:
         axes.set_xscale("log", base=2)
         ticks(axes.xaxis, heads)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("query heads on a GPU (h_q)")
+        axes.set_xlabel("query heads (h_q)")
         axes.set_ylabel(unit)
         _legend(axes)
 
@@ -208,6 +208,7 @@ def roofline(results: dict[str, Any]) -> Plot | None:
     if matmul is None or copy is None:
         return None
     unit, factor = table.rate_unit(results)
+    wide_unit, wide = table.bandwidth_unit(results)
     rows = [row for row in _right(results) if row.mood == mood]
     intensity = {row["id"]: row["operations"] / row["gathered_bytes"] for row in results["prefill"]}
     names = series(results)
@@ -220,7 +221,8 @@ def roofline(results: dict[str, Any]) -> Plot | None:
             [low, ridge, high],
             [low * copy * factor, matmul * factor, matmul * factor],
             color=SOFT,
-            label=f"{ceilings.matmul_name(limits)} {matmul * factor:,.0f} {unit}, copy {copy:.3g} TB/s",
+            label=f"{ceilings.matmul_name(limits)} {matmul * factor:,.0f} {unit}, "
+            f"copy {copy * wide:.3g} {wide_unit}",
         )
         for number, name in enumerate(names):
             points = [
@@ -237,9 +239,10 @@ def roofline(results: dict[str, Any]) -> Plot | None:
     caption = (
         f"{machine(results)}, {mood}. Each mark is a shape. A gathered byte is a byte of the FP8 "
         "rows that a query selects, counted once a query: the sloped ceiling is what a copy of "
-        "device memory reaches, so rows that the L2 serves can lie above it. Few queries cannot "
-        "fill the card."
+        "memory reaches, so shapes whose rows come from a cache can lie above it."
     )
+    if results["machine"]["device"] == "cuda":
+        caption += " Few queries cannot fill the card."
     return Plot("roofline", "Roofline with the measured ceilings", caption, draw)
 
 
@@ -319,7 +322,7 @@ def accuracy(results: dict[str, Any]) -> Plot | None:
         axes.set_yticks(range(len(kinds)), [kind["kind"] for kind in reversed(kinds)])
         axes.set_ylim(-0.6, len(kinds) - 0.4)
         axes.set_xlabel("relative L2 of the worst row of out")
-        _legend(axes)
+        _legend(axes, 1)
 
     caption = (
         "Against float64 on the same FP8 inputs; a row is one query and head. Logits by standard "
@@ -352,7 +355,7 @@ def outliers(results: dict[str, Any]) -> Plot | None:
         axes.set_ylim(bottom=0)
         axes.set_xlabel("size of outlier rows over the others")
         axes.set_ylabel("relative L2 of the median row of out")
-        _legend(axes)
+        _legend(axes, 1)
 
     share = results["accuracy"]["outlier_share"]
     caption = (

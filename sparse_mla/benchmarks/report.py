@@ -144,6 +144,7 @@ def _section(title: str, content: str) -> str:
 
 def _speed(results: dict[str, Any]) -> str:
     unit, factor = table.rate_unit(results)
+    wide_unit, wide = table.bandwidth_unit(results)
     if not results["prefill"]:
         return "<p>Speed was not measured in this run.</p>"
     mine = set(table.ours(results))
@@ -160,13 +161,13 @@ def _speed(results: dict[str, Any]) -> str:
                 _us(figure["median_ms"]),
                 f"{_us(figure['p10_ms'])}–{_us(figure['p90_ms'])}",
                 f"{figure['tflops'] * factor:,.0f}",
-                f"{figure['gathered_tb_per_s']:.2f}",
+                f"{figure['gathered_tb_per_s'] * wide:.2f}",
                 _share(figure["of_matmul"]),
                 _share(figure["of_roofline"]),
                 "wrong" if figure["fault"] else f"{figure['worst_relative_l2']:.4f}",
             )
         )
-    head = ("shape", "mood", "peer", "median µs", "p10–p90", unit, "gathered TB/s",
+    head = ("shape", "mood", "peer", "median µs", "p10–p90", unit, f"gathered {wide_unit}",
             "of matmul", "of roofline", "rel. L2")  # fmt: skip
     faults = [
         f"<li>{escape(row.id)}, {escape(row.mood)}, {escape(row.peer)}: "
@@ -197,6 +198,7 @@ def _share(value: float | None) -> str:
 
 def _ceilings(results: dict[str, Any]) -> str:
     unit, factor = table.rate_unit(results)
+    wide_unit, wide = table.bandwidth_unit(results)
     rows = [
         (
             mood,
@@ -204,7 +206,7 @@ def _ceilings(results: dict[str, Any]) -> str:
             f"{entry['size']:,}³" if "tflops" in entry else f"{entry['size'] / 2**30:.3g} GiB",
             f"{entry['tflops'] * factor:,.0f} {unit}"
             if "tflops" in entry
-            else f"{entry['tb_per_s']:.3g} TB/s",
+            else f"{entry['tb_per_s'] * wide:.3g} {wide_unit}",
             f"{entry['p10_ms'] * 1e3:,.0f}–{entry['p90_ms'] * 1e3:,.0f}",
         )
         for mood, entries in results["ceilings"].items()

@@ -55,23 +55,29 @@ def rate_unit(results: dict[str, Any]) -> tuple[str, float]:
     return ("GFLOP/s", 1e3) if results["machine"]["device"] == "cpu" else ("TFLOPS", 1.0)
 
 
+def bandwidth_unit(results: dict[str, Any]) -> tuple[str, float]:
+    """The unit of bandwidth that suits the results, and what to multiply TB/s by."""
+    return ("GB/s", 1e3) if results["machine"]["device"] == "cpu" else ("TB/s", 1.0)
+
+
 def text(results: dict[str, Any]) -> str:
     """A table of the speed figures, the ceilings and what did not run."""
     unit, factor = rate_unit(results)
+    wide_unit, wide = bandwidth_unit(results)
     lines = []
     if results["prefill"]:
         width = max(len(row["id"]) for row in results["prefill"])
         lines.append(
-            f"{'shape':<{width}}  {'mood':<9}  {'peer':<16}{'us':>10}{'p10':>10}{'p90':>10}"
-            f"{unit:>9}{'TB/s':>7}{'roofline':>10}{'error':>8}  over ours"
+            f"{'shape':<{width}}  {'mood':<9}  {'peer':<16}{'us':>11}{'p10':>11}{'p90':>11}"
+            f"{unit:>9}{wide_unit:>7}{'roofline':>10}{'error':>8}  speed of ours"
         )
     for row in results["prefill"]:
-        lines += _lines(results, row, width, factor)
+        lines += _lines(results, row, width)
     for mood, entries in results["ceilings"].items():
         parts = ", ".join(
             f"{name.replace('_', ' ')} {entry['tflops'] * factor:,.0f} {unit}"
             if "tflops" in entry
-            else f"{name} {entry['tb_per_s']:.3g} TB/s"
+            else f"{name} {entry['tb_per_s'] * wide:.3g} {wide_unit}"
             for name, entry in entries.items()
         )
         lines.append(f"ceilings, {mood}: {parts}")
@@ -87,23 +93,24 @@ def text(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _lines(results: dict[str, Any], row: dict[str, Any], width: int, factor: float) -> list[str]:
+def _lines(results: dict[str, Any], row: dict[str, Any], width: int) -> list[str]:
     lines, label = [], row["id"]
+    factor, wide = rate_unit(results)[1], bandwidth_unit(results)[1]
     mine = lead(results)
     for mood, entry in row["moods"].items():
         own = entry["peers"].get(mine) if mine else None
         for name, figure in entry["peers"].items():
-            times = "".join(f"{figure[k + '_ms'] * 1e3:>10.1f}" for k in ("median", "p10", "p90"))
+            times = "".join(f" {figure[k + '_ms'] * 1e3:>10.1f}" for k in ("median", "p10", "p90"))
             share = figure["of_roofline"]
             error = figure["worst_relative_l2"]
             line = f"{label:<{width}}  {mood:<9}  {name:<16}{times}"
-            line += f"{figure['tflops'] * factor:>9.0f}{figure['gathered_tb_per_s']:>7.2f}"
+            line += f"{figure['tflops'] * factor:>9.0f}{figure['gathered_tb_per_s'] * wide:>7.2f}"
             line += f"{share:>10.1%}" if share is not None else f"{'':>10}"
             line += f"{error:>8.4f}" if error is not None else f"{'':>8}"
             if figure["fault"]:
                 line += f"  WRONG: {figure['fault']}"
             elif own is not None and name != mine and is_right(own):
-                line += f"  {1 / speedup(own, figure):.2f} x"
+                line += f"  1/{speedup(own, figure):.2f}"
             lines.append(line)
             label = ""
     lines += [f"{label:<{width}}  {name}: {why}" for name, why in row["refused"].items()]
