@@ -10,10 +10,12 @@ BIN := $(VENV)/bin
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo site test quick imports sglang lint format types clean
+.PHONY: help venv demo bench figures site test quick imports sglang lint format types clean
 
 help:
 	@echo 'make demo     compute FP8 sparse MLA attention here, check it and time it (ARGS="--help": its options)'
+	@echo 'make bench    measure speed and accuracy here (ARGS="--quick --report out": its options)'
+	@echo 'make figures  write the figures of README.md from the newest benchmarks/results/*.json'
 	@echo 'make site     build the error reference in build/site, a page for each error'
 	@echo 'make test     every test that this machine can run (ARGS="-k merge": some of them)'
 	@echo 'make quick    the tests without the slow ones'
@@ -27,6 +29,12 @@ venv:
 
 demo: venv
 	$(BIN)/sparse-mla demo $(ARGS)
+
+bench: venv
+	$(BIN)/sparse-mla bench $(ARGS)
+
+figures: venv
+	$(BIN)/python -m sparse_mla.benchmarks.readme
 
 site: venv
 	$(BIN)/sparse-mla errors build --out build/site

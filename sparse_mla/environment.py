@@ -4,10 +4,11 @@
     SPARSE_MLA_DEBUG     1: look into the data as well (indices, lengths, scales, NaN); waits
     SPARSE_MLA_DUMP      a directory: the inputs of a call go there before it runs (``callfile``)
     SPARSE_MLA_CAPTURE   a directory: a sample of the calls goes there (``callfile.capture``)
+    SPARSE_MLA_COMMIT    what benchmark results name as the commit, outside a checkout
 
-They are read at each call, so that setting one takes effect at once. ``os.environ.get`` of a
-variable that is not set costs 0.7 us, as it raises and catches twice; looking into its dictionary
-costs a twentieth of that.
+The first four are read at each call, so that setting one takes effect at once. ``os.environ.get``
+of a variable that is not set costs 0.7 us, as it raises and catches twice; looking into its
+dictionary costs a twentieth of that.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from sparse_mla.callfile import save_call
 from sparse_mla.cli import build
 from sparse_mla.cli.terminal import plain, say_json
 
-COMMANDS = ("demo", "run", "check", "inspect", "doctor", "explain", "errors")
+COMMANDS = ("demo", "run", "check", "inspect", "bench", "doctor", "explain", "errors")
 PROGRAM = (sys.executable, "-c", "from sparse_mla.cli import main; main()")
 
 

@@ -51,7 +51,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "integrations": {"", "callfile"},  # the public package, as anyone would
     "": {"interface", "ops", "quantize", "merge", "kv_cache", "errors", "version"},
 }
-ANYTHING = {"testing", "cli"}
+ANYTHING = {"testing", "benchmarks", "cli"}
+
+# Among those that may import anything, who may be imported by whom.
+ONLY_BY = {"cli": {"cli"}, "benchmarks": {"benchmarks", "cli"}}
 
 # Inside functions only, so that `import sparse_mla` does not do it.
 MAY_IMPORT_LATE: dict[str, set[str]] = {
@@ -65,13 +68,14 @@ ONLY_IN = {
     "triton": {"backends", "cli"},
     "typer": {"cli"},
     "rich": {"cli"},
-    "matplotlib": {"cli"},
+    "matplotlib": {"benchmarks", "cli"},
     "safetensors": {"callfile"},
     "jinja2": {"errors"},
     "starlette": {"errors"},
     "uvicorn": {"cli"},
     "transformers": {"integrations"},
-    "sglang": {"integrations"},
+    "sglang": {"integrations", "benchmarks"},
+    "flash_mla": {"benchmarks"},
 }
 
 # An import whose name is put together from parts that the source does not show.
@@ -180,7 +184,8 @@ def complaint_within(found: Import) -> str | None:
     if not ((ROOT / name).exists() or (ROOT / f"{name}.py").exists() or "." in name):
         target = ""  # a name of the package itself: `from sparse_mla import sparse_mla_prefill`
     if room in ANYTHING:
-        return f"{found}: nothing imports cli" if target == "cli" and room != "cli" else None
+        who = ONLY_BY.get(target, {room})
+        return None if room in who else f"{found}: only {sorted(who)} and tests import {target}"
     if room not in MAY_IMPORT:
         return f"{found}: the room {room!r} has no row in MAY_IMPORT"
     if target == room:
@@ -249,6 +254,10 @@ def test_every_room_has_a_row():
         ("integrations/sglang.py", "def f():\n    from ..interface import sparse_mla_prefill"),
         ("interface.py", "def f():\n    from .integrations import transformers"),
         ("callfile/dump.py", "from ..integrations import capture"),
+        ("testing/cases.py", "from ..benchmarks import shapes"),
+        ("dispatch.py", "def f():\n    from .benchmarks import runner"),
+        ("benchmarks/runner.py", "from ..cli.terminal import say"),
+        ("backends/sm90.py", "def f():\n    import flash_mla"),
     ],
 )
 def test_the_rule_sees_a_forbidden_import(file: str, source: str):
@@ -262,6 +271,8 @@ def test_the_rule_sees_a_forbidden_import(file: str, source: str):
         ("backends/sm90.py", "from . import sm90_plan\nfrom .. import jit_cache\nimport cuda.core"),
         ("cli/demo.py", "from ..testing import cases\nimport rich.table\nfrom .. import dispatch"),
         ("testing/cases.py", "from sparse_mla import sparse_mla_prefill"),
+        ("benchmarks/runner.py", "from ..testing import compare\nfrom .. import dispatch"),
+        ("cli/bench.py", "def f():\n    from ..benchmarks import runner"),
         ("errors/records/data.py", "from ..record import ErrorRecord\nfrom . import dispatch"),
         ("integrations/sglang.py", "from .. import sparse_mla_prefill\nfrom .. import callfile"),
         ("integrations/transformers.py", "import transformers\nfrom ..callfile import Call"),
@@ -306,6 +317,7 @@ def test_import_loads_nothing_that_a_call_may_not_need():
     assert not new & {"triton", "cuda", "typer", "rich", "matplotlib", "safetensors"}
     assert not new & {"jinja2", "starlette", "uvicorn"}
     assert not new & {"transformers", "numpy", "hypothesis", "pytest"}
-    late = (f"{PACKAGE}.backends.", f"{PACKAGE}.cli", f"{PACKAGE}.testing", f"{PACKAGE}.jit")
+    late = (f"{PACKAGE}.backends.", f"{PACKAGE}.cli", f"{PACKAGE}.testing", f"{PACKAGE}.jit",
+            f"{PACKAGE}.benchmarks")  # fmt: skip
     assert [name for name in result["new"] if name.startswith(late)] == []
     assert result["cuda"] is False

@@ -19,6 +19,7 @@ def build() -> typer.Typer:
     import typer
 
     from ..version import __version__
+    from .bench import bench
     from .check import check
     from .demo import demo
     from .doctor import doctor
@@ -49,7 +50,7 @@ def build() -> typer.Typer:
     ) -> None:
         """FP8 sparse MLA attention for DeepSeek sparse attention models."""
 
-    for function in (demo, run, check, inspect_call, doctor, explain):
+    for function in (demo, run, check, inspect_call, bench, doctor, explain):
         text = inspect.cleandoc(function.__doc__ or "")
         name = function.__name__.removesuffix("_call")
         app.command(name, help=_with_lines(text), short_help=text.partition("\n")[0])(function)

@@ -1,0 +1,31 @@
+"""The benchmark's runner on a GPU: both moods, rotated sets, every output judged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sparse_mla.benchmarks import ceilings, runner
+from sparse_mla.benchmarks.shapes import REGISTRY
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("id", ["v32-tp1-q128-kv4k-topk", "v32-tp8-q1-kv4k-uniform"])
+def test_a_run_on_a_gpu(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ceilings.MATMUL, "cuda", 1024)
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cuda", 1 << 24)
+    settings = runner.Settings(rounds=9, host=False)
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = runner.run(device, [REGISTRY[id]], ["sm90", "torch-gather-bmm"], settings)
+    (row,) = found["prefill"]
+    assert set(row["moods"]) == set(found["ceilings"]) == {"burst", "sustained"}
+    assert row["input_sets"] >= 2
+    assert row["l2_overwritten"] == (row["touched_bytes"] < 2 * found["machine"]["l2_bytes"])
+    for entry in row["moods"].values():
+        assert entry["card"]["name"] == found["machine"]["name"]
+        assert entry["peers"]["sm90"]["runs"] == 9
+        for figure in entry["peers"].values():
+            assert figure["fault"] is None
+            assert figure["min_ms"] > 0
+    assert "fp8_matmul" in found["ceilings"]["burst"]

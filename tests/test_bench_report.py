@@ -1,0 +1,260 @@
+"""The report, the results files and the README's figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_results import OURS, PEER, results, row, times
+
+from sparse_mla.benchmarks import furniture, readme, report, table
+from sparse_mla.benchmarks import results as files
+from sparse_mla.benchmarks.results import ResultsError
+
+ROOT = Path(__file__).parents[1]
+RESULTS = sorted((ROOT / "benchmarks/results").glob("*.json"))
+
+
+def many() -> dict[str, Any]:
+    return results(
+        row(),
+        row(870.0, s_kv=8192),
+        row(400.0, tp=4, h_q=32),
+        row(900.0, pattern="topk"),
+        row(700.0, s_q=128),
+        row(20.0, s_q=1),
+    )
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-mla[plot]'")
+    return report.page(many())
+
+
+def test_the_page_holds_every_plot_and_table(page: str) -> None:
+    plots = re.findall(r'<figure id="(\w+)">', page)
+    assert plots == [
+        "context", "heads", "roofline", "speedup", "queries", "patterns", "accuracy", "outliers",
+    ]  # fmt: skip
+    for heading in ("Every figure", "Ceilings", "Peers", "Selections", "How it was measured"):
+        assert f"<h2>{heading}</h2>" in page
+    for text in (
+        "sparse-mla bench -o results.json", "0123456789ab", "not there", "1755 MHz", "691.30 W",
+        "800 TFLOPS, 50% of the FP8 matmul in the same run",
+        "2.00 times as fast as flash-mla-bf16", "46.0 µs",
+    ):  # fmt: skip
+        assert text in page, text
+
+
+def test_the_page_needs_nothing_from_elsewhere(page: str) -> None:
+    for address in re.findall(r'(?:src|href)="?([^"\s>]+)', page):
+        assert address.startswith("#"), address
+    assert "<script" not in page
+    assert "@import" not in page
+    assert set(re.findall(r"url\(([^)]{0,9})", page)) <= {
+        address[:9] for address in re.findall(r"url\((#[^)]*)", page)
+    }
+
+
+def test_every_id_is_there_once_and_every_reference_meets_one(page: str) -> None:
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    wanted = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
+    assert wanted <= set(ids)
+
+
+def test_the_page_is_valid_html(page: str) -> None:
+    html5lib = pytest.importorskip("html5lib", reason="needs html5lib, from pip")
+    parser = html5lib.HTMLParser(strict=True)
+    parser.parse(page)
+
+
+def test_plots_follow_the_readers_scheme(page: str) -> None:
+    from sparse_mla.benchmarks.drawing import COLOURS
+
+    drawn = "".join(re.findall(r"<svg.*?</svg>", page, re.DOTALL))
+    assert "var(--one)" in drawn
+    assert not [light for light, _ in COLOURS.values() if light in drawn]
+    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", drawn)) == set()
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_text_of_others_is_escaped(page: str) -> None:
+    assert "sigma &lt;1&gt;" in page
+    assert "<1>" not in page
+
+
+def test_a_wrong_figure_is_named_and_not_plotted() -> None:
+    pytest.importorskip("matplotlib")
+    found = results(row(), row(870.0, s_kv=8192))
+    for entry in found["prefill"][1]["moods"].values():
+        entry["peers"][OURS]["fault"] = "lse of query 3 is off"
+        entry["peers"][PEER]["fault"] = "lse of query 3 is off"
+    page = report.page(found)
+    assert "lse of query 3 is off" in page
+    assert '<figure id="context">' not in page  # one right context is no line
+    assert "WRONG: lse of query 3 is off" in table.text(found)
+
+
+def test_results_without_a_right_figure_still_make_a_page() -> None:
+    pytest.importorskip("matplotlib")
+    found = results()
+    found["prefill"], found["accuracy"] = [], None
+    assert "No backend gave a right figure" in report.page(found)
+
+
+def test_the_report_is_written_with_its_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = report.write(results(row(), row(s_kv=8192)), tmp_path / "new" / "report")
+    names = {file.name for file in written}
+    assert names >= {"report.html", "context.png", "speedup.png", "accuracy.png", "roofline.png"}
+    assert {file.name for file in written[0].parent.iterdir()} == names
+    assert all(file.read_bytes()[:4] == b"\x89PNG" for file in written[1:])
+    assert b"2026-12-01-nvidia-h200.json" in (written[1]).read_bytes()
+
+
+def test_speed_up_is_the_median_of_the_rounds_ratios() -> None:
+    mine, other = times(1.0, 2.0, 4.0), times(3.0, 4.0, 4.0)
+    assert table.speedup(mine, other) == 2.0  # 3, 2 and 1
+    assert table.speedup(mine, times(8.0, 8.0)) == 3.0  # the last two rounds: 4 and 2
+
+
+def test_the_table_as_text() -> None:
+    lines = table.text(results()).splitlines()
+    assert lines[1].split() == [
+        "v32-tp1-q4096-kv32k-uniform", "burst", "sm90", "2920.0", "2920.0", "2920.0", "800", "1.60",
+        "50.0%", "0.0200",
+    ]  # fmt: skip
+    assert lines[2].endswith("0.0200  1/2.00")
+    assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in lines
+    assert "not run: sglang-q8kv8: not there" in lines
+
+
+def test_a_cpus_rates_are_in_its_units() -> None:
+    found = results(row(0.2))
+    found["machine"]["device"] = "cpu"
+    lines = table.text(found).splitlines()
+    assert "GFLOP/s" in lines[0]
+    assert lines[1].split()[6:8] == ["200", "0.40"]
+    assert "ceilings, burst: fp8 matmul 1,600,000 GFLOP/s, copy 4e+03 GB/s" in lines
+
+
+def test_tables_right_align_numbers_and_escape() -> None:
+    text = furniture.table_of(("a", "b"), [("<x>", 1), (furniture.Raw("<b>y</b>"), 2)])
+    assert "<td>&lt;x&gt;</td><td class=n>1</td>" in text
+    assert "<td><b>y</b></td>" in text
+
+
+def test_a_file_is_named_by_day_and_card_and_read_back(tmp_path: Path) -> None:
+    written = files.write(tmp_path, results())
+    assert written == tmp_path / "2026-12-01-nvidia-h200.json"
+    assert files.load(written) == results()
+    assert [file.name for file in tmp_path.iterdir()] == [written.name]
+    assert "[2.0, 2.1, 2.2]" in written.read_text()
+    on_cpu = results()
+    on_cpu["machine"] |= {"device": "cpu", "name": "AMD EPYC 9R14"}
+    assert files.file_name(on_cpu) == "2026-12-01-cpu-amd-epyc-9r14.json"
+
+
+def test_a_fault_while_writing_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = files.write(tmp_path / "r.json", results())
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        files.write(file, {**results(), "host": float("nan")})
+
+    def full(self: Path, *_: Any, **__: Any) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    for step in ("write_text", "replace"):  # the old file is touched by the rename alone
+        monkeypatch.setattr(Path, step, full)
+        with pytest.raises(OSError, match="No space"):
+            files.write(file, results(row(1.0)))
+        monkeypatch.undo()
+    assert files.load(file) == results()
+    assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list, not an object"),
+        ('{"schema": 7}', "has schema 7, this version reads 1"),
+        ('{"tests": null}', "has schema None"),
+        ('{"schema": 1, "machine": {}}', "lacks settings, ceilings, peers"),
+    ],
+)
+def test_an_unusable_file_says_why(tmp_path: Path, text: str, reason: str) -> None:
+    file = tmp_path / "r.json"
+    file.write_text(text)
+    with pytest.raises(ResultsError, match=reason):
+        files.load(file)
+
+
+def test_the_newest_is_by_the_date_inside(tmp_path: Path) -> None:
+    for name, date, device in (
+        ("a.json", "2026-12-03", "cuda"), ("b.json", "2026-12-02", "cuda"),
+        ("c.json", "2026-12-09", "cpu"),
+    ):  # fmt: skip
+        found = results()
+        found["machine"] |= {"date": f"{date}T00:00:00+00:00", "device": device}
+        files.write(tmp_path / name, found)
+    assert files.newest(tmp_path)[0].name == "a.json"
+    assert files.newest(tmp_path, "cpu")[0].name == "c.json"
+    with pytest.raises(ResultsError, match="no results of a cuda device"):
+        files.newest(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.name)
+def test_results_kept_here_are_whole_and_right(file: Path) -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, from pip")
+    schema = ROOT / "sparse_mla/benchmarks/results.schema.json"
+    found = files.load(file)
+    jsonschema.validate(found, json.loads(schema.read_text()))
+    assert file.name == files.file_name(found)
+    assert found["machine"]["commit"]
+    assert [row for row in table.rows(found) if row.figure["fault"]] == []
+
+
+def test_the_readmes_figures_are_those_of_the_newest_file() -> None:
+    file, found = files.newest(ROOT / readme.FOLDER)
+    text = (ROOT / "README.md").read_text()
+    assert readme.replaced(text, readme.block(file.name, found)) == text, (
+        "run python -m sparse_mla.benchmarks.readme"
+    )
+    assert file.name.encode() in (ROOT / readme.PICTURE).read_bytes()
+
+
+def test_the_block_follows_the_figures() -> None:
+    block = readme.block("x.json", results())
+    assert "| DeepSeek-V3.2, TP 1: 4,096 queries, 128 heads, 32,768 rows |" in block
+    assert "| 2,920 | 800 | 1.60 | 2.00 × | 0.0200, 0.0200 |" in block
+    assert "(benchmarks/results/x.json)" in block
+    assert readme.block("x.json", results(row(801.0))) != block
+    wrong = results()
+    wrong["prefill"][0]["moods"]["sustained"]["peers"][PEER]["fault"] = "off"
+    assert "| 800 | 1.60 |  | 0.0200 |" in readme.block("x.json", wrong)
+
+
+def test_the_block_is_replaced_between_its_markers() -> None:
+    text = f"a\n{readme.BEGIN}\nold\n{readme.END}\nb"
+    assert readme.replaced(text, "new") == "a\nnew\nb"
+    for broken in ("a", readme.BEGIN, f"{readme.END}{readme.BEGIN}", text + text):
+        with pytest.raises(ValueError, match="wants one"):
+            readme.replaced(broken, "new")
+
+
+def test_the_readme_command_checks_and_refuses(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert readme.main(["--check"]) == 0
+    assert readme.main(["--chekc"]) == 2
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    assert readme.main([]) == 2
+    assert "has no results of a cuda device" in capsys.readouterr().err

@@ -1,0 +1,365 @@
+"""The runner: its statistics, what it times, how it judges, and why a peer did not run."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from dataclasses import replace
+from importlib import resources
+from typing import Any
+
+import pytest
+import torch
+from bench_results import results
+
+from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner, timing
+from sparse_mla.benchmarks import peers as peers_room
+from sparse_mla.benchmarks.peers import Outputs, everything
+from sparse_mla.benchmarks.peers.flash_mla import FlashMLA, dequantised
+from sparse_mla.benchmarks.peers.ours import Ours
+from sparse_mla.benchmarks.peers.sglang import SGLang
+from sparse_mla.benchmarks.peers.torch_bmm import GatherBmm
+from sparse_mla.benchmarks.shapes import REGISTRY, Shape
+from sparse_mla.integrations.sglang import MODULES
+
+CPU = torch.device("cpu")
+TINY = Shape("v32", 8, 5, 200, 8, 576, 128, "topk")
+
+
+@pytest.fixture
+def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ceilings.MATMUL, "cpu", 64)
+    monkeypatch.setitem(ceilings.COPY_BYTES, "cpu", 1 << 16)
+
+
+def schema() -> Any:
+    text = resources.files("sparse_mla.benchmarks").joinpath("results.schema.json").read_text()
+    return json.loads(text)
+
+
+def test_a_summary_of_literal_times() -> None:
+    found = timing.summary([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
+    assert found == {
+        "median_ms": 6.0, "p10_ms": 2.0, "p90_ms": 10.0, "min_ms": 1.0, "max_ms": 11.0, "runs": 11,
+        "all_ms": [5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0],
+    }  # fmt: skip
+    assert timing.summary([3.0])["p90_ms"] == 3.0
+
+
+class RecordingClock(timing.CpuClock):
+    """Says in which order and groups calls were made; each takes as long as its place."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+
+    def times(self, calls: Any, mood: timing.Mood) -> list[float]:
+        self.groups.append(len(calls))
+        return [call() for call in calls]
+
+
+@pytest.mark.parametrize(("mood", "groups"), [("sustained", [20]), ("burst", [16, 4])])
+def test_rounds_interleave_what_is_compared(mood: timing.Mood, groups: list[int]) -> None:
+    made: list[str] = []
+
+    def call(name: str, number: int) -> timing.Call:
+        return lambda: made.append(name) or float(number)
+
+    calls = {name: [call(name, number) for number in range(10)] for name in "ab"}
+    clock = RecordingClock()
+    found = timing.interleaved(calls, clock, mood)
+    assert made == ["a", "b"] * 10
+    assert clock.groups == groups
+    assert found == {"a": [float(n) for n in range(10)], "b": [float(n) for n in range(10)]}
+
+
+def test_shares_of_the_ceilings() -> None:
+    limits = results()["ceilings"]["burst"]
+    found = ceilings.shares(800.0, 3.0, limits)
+    assert found == {"of_matmul": 0.5, "of_copy": 0.75, "of_roofline": 0.75}
+    assert ceilings.shares(800.0, 3.0, {}) == {
+        "of_matmul": None, "of_copy": None, "of_roofline": None
+    }  # fmt: skip
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_a_cpu_run_from_end_to_end() -> None:
+    jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema, from pip")
+    lines: list[str] = []
+    settings = runner.Settings(rounds=2)
+    names = ["cpu", "torch-gather-bmm", "reference", "flash-mla-bf16"]
+    found = runner.run(CPU, [TINY], names, settings, lines.append, ["sparse-mla", "bench"])
+    jsonschema.validate(found, schema())
+    json.dumps(found, allow_nan=False)
+    (row,) = found["prefill"]
+    entry = row["moods"]["sustained"]
+    assert set(row["moods"]) == {"sustained"}  # a CPU has no other
+    assert set(entry["peers"]) == {"cpu", "torch-gather-bmm", "reference"}
+    for figure in entry["peers"].values():
+        assert figure["fault"] is None
+        assert figure["runs"] == 2 * (entry["rounds"] // 2)
+        operations = 2 * 8 * 5 * 128 * (576 + 512)
+        assert figure["tflops"] == pytest.approx(operations / figure["median_ms"] / 1e9)
+    reasons = {peer["name"]: peer["reason"] for peer in found["peers"]}
+    assert reasons["flash-mla-bf16"] == "computes on cuda, this run is on cpu"
+    assert reasons["cpu"] is None
+    assert any(line.startswith(f"{row['id']}: sustained cpu") for line in lines)
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_a_wrong_output_of_any_round_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    honest = GatherBmm.prepare
+
+    def last_one_wrong(self: GatherBmm, given: Any, buffers: int) -> Any:
+        call = honest(self, given, buffers)
+
+        def made() -> Outputs:
+            outputs = call()
+            calls.append(outputs)
+            if len(calls) == 1 + 4:  # one to warm up, four rounds
+                outputs.out[4, 7, 500] += 1.0
+            return outputs
+
+        return made
+
+    monkeypatch.setattr(GatherBmm, "prepare", last_one_wrong)
+    found = runner.run(CPU, [TINY], ["torch-gather-bmm"], runner.Settings(rounds=4))
+    figure = found["prefill"][0]["moods"]["sustained"]["peers"]["torch-gather-bmm"]
+    assert "out column 500 of query 4, head 7" in figure["fault"]
+
+
+def tiny_outputs() -> tuple[Any, Outputs, list[int], Any]:
+    given = inputs.make(TINY, CPU).sets[0]
+    queries, want = runner._wanted(given)
+    outputs = Outputs(
+        torch.empty(5, 8, 512, dtype=torch.bfloat16), torch.empty(5, 8), torch.empty(5, 8)
+    )
+    for part, wanted in zip(outputs, want, strict=True):
+        assert part is not None
+        part[queries] = wanted.to(part.dtype)
+    return runner.make_problem(given, outputs), outputs, queries, want  # type: ignore[arg-type]
+
+
+def test_outputs_are_judged_with_and_without_statistics() -> None:
+    problem, outputs, queries, want = tiny_outputs()
+    assert queries == [0, 1, 2, 3, 4]
+    tolerance = GatherBmm.tolerance
+    for given in (outputs, outputs._replace(max_logits=None, lse=None)):
+        assert runner.compare_outputs(problem, given, tolerance, queries, want) < 0.003
+    lse = outputs.lse.clone()
+    lse[2, 1] += 1
+    with pytest.raises(AssertionError, match="lse of query 2, head 1"):
+        runner.compare_outputs(problem, outputs._replace(lse=lse), tolerance, queries, want)
+    unwritten = outputs.out.clone()
+    unwritten[0, 0, 0] = torch.nan
+    with pytest.raises(AssertionError, match="not finite or was not written"):
+        runner.compare_outputs(problem, outputs._replace(out=unwritten), tolerance, queries, want)
+
+
+def test_ours_must_have_the_same_bits_in_every_round() -> None:
+    _, outputs, _, _ = tiny_outputs()
+    runner._same_bits(3, outputs, Outputs(*(part.clone() for part in outputs)))
+    other = outputs._replace(max_logits=outputs.max_logits + 1e-6)
+    with pytest.raises(AssertionError, match="max_logits of round 3 has other bits"):
+        runner._same_bits(3, other, outputs)
+
+
+def test_a_peer_that_raises_is_reported_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(self: GatherBmm, given: Any, buffers: int) -> Any:
+        raise RuntimeError("no kernel image\nand more")
+
+    monkeypatch.setattr(GatherBmm, "prepare", fails)
+    workload = inputs.make(TINY, CPU)
+    calls, refused = runner._warmed(workload, [Ours("cpu"), GatherBmm()])
+    assert set(calls) == {"cpu"}
+    assert refused == {"torch-gather-bmm": "failed: RuntimeError: no kernel image"}
+
+
+def test_a_backend_that_another_one_stood_in_for_is_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPARSE_MLA_BACKEND", "reference")
+    strict = replace(TINY, h_q=64)
+    calls, refused = runner._warmed(inputs.make(strict, CPU), [Ours("cpu")])
+    assert calls == {}
+    assert refused == {"cpu": "the call was run by reference"}
+
+
+def test_each_peer_says_why_it_cannot_run_here() -> None:
+    for peer in everything().values():
+        reason = peer.unavailable(CPU)
+        assert (reason is None) == (peer.name in ("cpu", "reference", "torch-gather-bmm")), reason
+    assert not everything()["cpu"].on_request
+    assert everything()["reference"].on_request
+
+
+def hopper(monkeypatch: pytest.MonkeyPatch, **module: Any) -> FlashMLA:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_mla", types.SimpleNamespace(**module))
+    return FlashMLA()
+
+
+def test_flash_mla_says_what_its_module_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = torch.device("cuda")
+    operator = {"flash_mla_sparse_fwd": print}
+    assert "no flash_mla_sparse_fwd" in str(hopper(monkeypatch).unavailable(cuda))
+    assert "sgl-flash-mla" in str(hopper(monkeypatch, **operator).unavailable(cuda))
+    peer = hopper(monkeypatch, **operator, has_legacy=lambda: True)
+    assert peer.unavailable(cuda) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert "(10, 0)" in str(peer.unavailable(cuda))
+    monkeypatch.setitem(sys.modules, "flash_mla", None)
+    assert "cannot import flash_mla" in str(peer.unavailable(cuda))
+
+
+def test_flash_mla_gets_the_same_values_padded_to_its_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def operator(q: Any, kv: Any, indices: Any, sm_scale: float, **keywords: Any) -> Any:
+        seen.update(q=q, kv=kv, indices=indices, sm_scale=sm_scale, **keywords)
+        rows = torch.zeros(*q.shape[:2], 512, dtype=torch.bfloat16)
+        return rows, torch.zeros(q.shape[:2]), torch.zeros(q.shape[:2])
+
+    peer = hopper(monkeypatch, flash_mla_sparse_fwd=operator, has_legacy=lambda: True)
+    given = inputs.make(TINY, CPU).sets[0]
+    outputs = peer.prepare(given, 1)()
+    assert outputs.out.shape == (5, 8, 512)
+    assert outputs.lse.shape == (5, 8)
+    assert seen["use_legacy"] is True
+    assert seen["q"].shape == (5, 64, 576)
+    assert torch.equal(seen["q"][:, :8].float(), given.q.float() * given.q_scale)
+    assert not seen["q"][:, 8:].any()
+    assert torch.equal(seen["kv"].float(), given.kv.float() * given.kv_scale)
+    many = replace(given, q=given.q.repeat(1, 20, 1))
+    assert peer.refusal(many) == "takes 64 or 128 heads, got 160"
+    assert dequantised(given.q, given.q_scale).dtype == torch.bfloat16
+
+
+def test_sglang_is_never_measured_against_our_own_operator(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sparse_mla.integrations import sglang
+
+    cuda = torch.device("cuda")
+    assert "No module named 'sglang'" in str(SGLang().unavailable(cuda))
+    monkeypatch.setattr(sglang, "installed", lambda: object())
+    assert "uninstall()" in str(SGLang().unavailable(cuda))
+
+
+def test_sglangs_operator_is_called_where_a_release_keeps_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def operator(*arguments: Any) -> Any:
+        return arguments[:3]
+
+    for name in ("sglang", "sglang.jit_kernel"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    older = types.ModuleType(MODULES[-1])
+    older.sparse_mla_q8kv8_prefill_fwd = operator  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, MODULES[-1], older)
+    peer, given = SGLang(), inputs.make(TINY, CPU).sets[0]
+    assert peer.unavailable(torch.device("cuda")) is None
+    assert "multiples of 64" in str(peer.refusal(given))
+    assert peer.prepare(given, 1)().out is given.q
+
+
+def test_the_kernel_is_asked_for_only_where_a_backend_tells(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sparse_mla.backends import cpu
+
+    given = inputs.make(TINY, CPU).sets[0]
+    assert Ours("cpu").kernel(given) is None
+    monkeypatch.setattr(cpu, "plan", lambda problem: f"heads-{problem.h_q}", raising=False)
+    assert Ours("cpu").kernel(given) == "heads-8"
+
+
+def test_every_call_has_a_buffer_of_its_own() -> None:
+    call = Ours("cpu").prepare(inputs.make(TINY, CPU).sets[0], 2)
+    first, second, third = call(), call(), call()
+    assert first.out.data_ptr() != second.out.data_ptr()
+    assert first.out.data_ptr() == third.out.data_ptr()
+
+
+def test_a_fault_is_one_line() -> None:
+    assert peers_room.reason(ValueError("a\nb")) == "ValueError: a"
+    assert peers_room.reason(KeyError()) == "KeyError"
+
+
+def test_the_card_as_nvidia_smi_gives_it() -> None:
+    line = "NVIDIA H200, 580.159.04, 1755 MHz, 1980 MHz, 3201 MHz, 691.30 W, 700.00 W, 61, 0x4\n"
+    card = machine.parse_card(line, 0)
+    assert card["clocks.sm"] == "1755 MHz"
+    assert card["power.draw"] == "691.30 W"
+    assert machine.parse_card("No devices were found", 6) == {"unknown": "No devices were found"}
+    assert machine.parse_card("", 0) == {"unknown": ""}
+
+
+def test_the_command_names_no_folder() -> None:
+    argv = ["/home/u/venv/bin/sparse-mla", "bench", "-o", "/home/u/r.json", "--shapes", "v32-*"]
+    assert machine.command(argv) == "sparse-mla bench -o r.json --shapes 'v32-*'"
+    assert machine.command(["-c", "bench"]) == "sparse-mla bench"
+
+
+def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARSE_MLA_COMMIT", "0123abc")
+    assert machine.describe(CPU, ["sparse-mla"])["commit"] == "0123abc"
+
+
+def test_errors_of_rows() -> None:
+    want = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
+    got = torch.tensor([[3.0, 4.5], [0.0, 2.0], [0.8, 0.0]])
+    found = accuracy.errors(got, want)
+    assert found == {"worst": pytest.approx(0.2), "median": pytest.approx(0.1)}
+    assert "NaN" in accuracy.errors(got * torch.nan, want)["reason"]
+
+
+def test_accuracy_of_every_kind_of_input() -> None:
+    found = accuracy.measure(CPU, queries=1)
+    by_kind = {kind["kind"]: kind["methods"] for kind in found["kinds"]}
+    assert list(by_kind) == list(accuracy.KINDS)
+    scaled, unscaled = accuracy.EMULATED
+    for kind, methods in by_kind.items():
+        assert methods["cpu"]["worst"] < 0.012, kind  # the backend's stated limit
+    tail = by_kind["0 and 2,047 at -7, V = 1"]
+    assert 0.64 < tail[unscaled]["worst"] < 0.66  # e4m3 flushes most of e**-7
+    assert tail[scaled]["worst"] < 0.005
+    worst = found["scales"][-1]["methods"]
+    for name in ("reference", "cpu"):  # one scale loses what outliers leave no room for
+        per_tensor, per_token = (
+            worst[f"{name}, kv_scale per {per}"]["median"] for per in ("tensor", "token")
+        )
+        assert per_tensor > 2 * per_token
+
+
+def test_a_backend_that_refuses_is_reported_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from sparse_mla.backends import cpu
+
+    monkeypatch.setattr(cpu, "refusal", lambda problem: "one scale for all of kv only")
+    found = accuracy._scales(CPU, ["cpu"], 1, 1)
+    assert found["methods"]["cpu, kv_scale per token"] == {"reason": "one scale for all of kv only"}
+
+
+def test_outliers_are_never_selected() -> None:
+    _, kv, indices, _ = accuracy.outliers(1000.0, 2, s_kv=640, h_q=1, topk=256)
+    large = kv.abs().amax(dim=1) > 100
+    assert int(large.sum()) == 10
+    assert not large[indices.long()].any()
+
+
+def test_memory_is_measured_in_a_process_of_its_own() -> None:
+    found = memory.measure("v32-tp8-q16-kv4k-uniform")
+    assert found["id"] == "v32-tp8-q16-kv4k-uniform"
+    assert 0 <= found.get("extra_mib", 0) < 400
+    assert "reason" in memory.measure("nothing-of-this-name")
+
+
+def test_the_registrys_cpu_shapes_are_small_enough() -> None:
+    assert REGISTRY[memory.SHAPE].s_q == 4096
