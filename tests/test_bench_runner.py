@@ -275,8 +275,8 @@ def test_the_kernel_is_asked_for_only_where_a_backend_tells(
 
     given = inputs.make(TINY, CPU).sets[0]
     assert Ours("cpu").kernel(given) is None
-    monkeypatch.setattr(cpu, "plan", lambda problem: f"heads-{problem.h_q}", raising=False)
-    assert Ours("cpu").kernel(given) == "heads-8"
+    monkeypatch.setattr(cpu, "plan", lambda problem: (problem.h_q, "more"), raising=False)
+    assert Ours("cpu").kernel(given) == "8; more"
 
 
 def test_every_call_has_a_buffer_of_its_own() -> None:

@@ -117,3 +117,47 @@ def test_nothing_is_imported_for_a_version_and_nothing_is_fetched() -> None:
     if not torch.cuda.is_available():
         assert "LOADED []" in result.stdout
         assert "CUDA False" in result.stdout
+
+
+def test_which_kernels_run_a_shape() -> None:
+    """Without a Hopper GPU the answer is that of an H200, which has 132 multiprocessors."""
+    code, found = report("--shape", "h_q=16", "--shape", "s_q=1,h_q=16,d_qk=512")
+    kernels = found["kernels"]
+    assert code == 0
+    assert kernels["multiprocessors"] == 132 or kernels["device"]
+    long, single = kernels["shapes"]
+    assert (long["s_q"], long["h_q"], long["topk"], long["d_qk"]) == (4096, 16, 2048, 576)
+    if kernels["multiprocessors"] == 132:
+        assert long["launches"] == [
+            {
+                "kernel": "prefill-h16-d576",
+                "heads": [0, 15],
+                "heads_per_item": 16,
+                "ctas_per_item": 1,
+                "ctas": 132,
+            }
+        ]
+        assert [launch["ctas_per_item"] for launch in single["launches"]] == [8]
+        text = CliRunner().invoke(build(), ["doctor", "--shape", "h_q=80"]).stdout
+        assert "  s_q=4096 h_q=80 topk=2048 d_qk=576\n" in text
+        assert "    prefill-h64-d576   heads 0 to 63, 132 CTAs\n" in text
+        assert "    prefill-h16-d576   heads 64 to 79, 132 CTAs\n" in text
+        text = CliRunner().invoke(build(), ["doctor", "--shape", "s_q=1,h_q=1"]).stdout
+        assert "head 0, 8 CTAs, each query's slots over 8 of them\n" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heads=16", "'heads=16' is not NAME=NUMBER with a name among s_q, h_q, topk, d_qk"),
+        ("16", "'16' is not NAME=NUMBER"),
+        ("h_q=0", "h_q must be a number from 1 to 2**31 - 1, got '0'"),
+        ("h_q=-3", "h_q must be a number from 1 to 2**31 - 1, got '-3'"),
+        ("h_q=4294967296", "h_q must be a number from 1 to 2**31 - 1, got '4294967296'"),
+        ("d_qk=640", "d_qk must be 512 or 576, got 640"),
+    ],
+)
+def test_a_shape_that_is_none(text: str, message: str) -> None:
+    result = CliRunner().invoke(build(), ["doctor", "--shape", text])
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())

@@ -17,8 +17,8 @@ import torch
 
 from .. import jit
 from ..params import D_V
-from . import sm90_quantize
-from .sm90_plan import KERNELS, WIDE_HEADS, Part, plan
+from . import sm90_plan, sm90_quantize
+from .sm90_plan import KERNELS, WIDE_HEADS, Part
 
 if TYPE_CHECKING:
     from ..jit_driver import Kernel
@@ -94,12 +94,12 @@ def quantize_queries(
     return sm90_quantize.quantize_queries(q, q_scale)
 
 
-def plan_of(problem: PrefillProblem) -> tuple[Part, ...]:
+def plan(problem: PrefillProblem) -> tuple[Part, ...]:
     """The launches that compute ``problem`` on its device."""
     kv_scale = problem.kv_scale
     assert kv_scale is not None  # by `refusal`
     device = problem.q.get_device()
-    return plan(
+    return sm90_plan.plan(
         problem.s_q, problem.h_q, problem.topk, _multiprocessors(device), kv_scale.numel() != 1
     )
 
@@ -112,7 +112,7 @@ def _multiprocessors(device: int) -> int:
 def run(problem: PrefillProblem) -> None:
     """Launch the kernels that fill the problem's outputs, on the current stream."""
     if problem.s_q:
-        for part in plan_of(problem):
+        for part in plan(problem):
             launch(problem, part)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from . import shapes
 from .terminal import FAULT, Json, guarded, say, say_json, say_row
 
 PACKAGES = {
@@ -37,7 +38,18 @@ VARIABLES = (
 )
 
 
-def doctor(as_json: Json = False) -> None:
+def doctor(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="NAME=N,...",
+            help="Also say which Hopper kernels run this shape: any of s_q, h_q, topk, d_qk "
+            "(4096, 128, 2048, 576 where left out). May be given again.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Show what this machine has, and what each backend makes of it.
 
     Versions come from the installed packages' metadata: nothing is imported for them, nothing is
@@ -45,12 +57,15 @@ def doctor(as_json: Json = False) -> None:
 
     Examples:
       sparse-mla doctor
+      sparse-mla doctor --shape h_q=16 --shape s_q=1,h_q=128
       sparse-mla doctor --json
 
     Exit codes: 0 some backend runs here, 1 none does.
     """
     with guarded(as_json):
         report = examine()
+        if shape:
+            report["kernels"] = shapes.examine(shape, report["devices"])
         if as_json:
             say_json(report)
         else:
@@ -189,3 +204,5 @@ def _say(report: dict[str, Any]) -> None:
         say("\nenvironment")
         for name, value in report["environment"].items():
             say_row(name, value)
+    if "kernels" in report:
+        shapes.say_shapes(report["kernels"])

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 
 from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
+from sparse_mla.backends import sm90
+from sparse_mla.backends.sm90_plan import Part
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import Inputs, Tolerance, make_problem
 
@@ -30,6 +35,9 @@ to be off by 8e-3, those of 4 by 1.1e-2 + 1e-3 relative; where the sums are exac
 limit. And half a step of e4m3 is 2**-4 of the smallest number of a binade: where one slot holds
 nearly all of the mass, its rounding may show in full. What many slots average out to is in
 test_sm90_accuracy."""
+
+EXACT_STATISTICS = Tolerance(out=0.0625, absolute=2e-3, relative=1e-3)
+"""What the kernels for few heads reach, which sum QK in three parts."""
 
 EXACT_SUMS = Tolerance(out=0.0625, absolute=2e-5, relative=2e-6)
 """Where q and kv are such that 14 bits hold every partial sum of QK."""
@@ -108,6 +116,38 @@ def either(inputs: Inputs, outputs: Results | None = None) -> PrefillProblem:
     """The strict operator where it takes the problem, else the general one."""
     takes = inputs.q.shape[1] % 64 == 0 and inputs.indices.shape[-1] % 128 == 0
     return (strict if takes else general)(inputs, outputs)
+
+
+@contextmanager
+def forced(heads_per_item: int, ctas_per_item: int = 1) -> Iterator[None]:
+    """All heads by one kernel, whatever the plan would say; asserts that it was launched."""
+    if not ON_GPU:
+        yield
+        return
+
+    def plan(problem: PrefillProblem) -> tuple[Part, ...]:
+        return (Part(heads_per_item, 0, problem.h_q, ctas_per_item),)
+
+    with mock.patch.object(sm90, "plan", plan), launches() as parts:
+        yield
+    assert parts
+    assert {(part.heads_per_item, part.ctas_per_item) for part in parts} == {
+        (heads_per_item, ctas_per_item)
+    }
+
+
+@contextmanager
+def launches() -> Iterator[list[Part]]:
+    """The parts that are launched within."""
+    found: list[Part] = []
+    real = sm90.launch
+
+    def launch(problem: PrefillProblem, part: Part) -> None:
+        found.append(part)
+        real(problem, part)
+
+    with mock.patch.object(sm90, "launch", launch):
+        yield found
 
 
 def results(problem: PrefillProblem) -> Results:

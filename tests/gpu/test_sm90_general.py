@@ -17,6 +17,7 @@ from hopper import (
     assert_equal_bits,
     assert_same_bits,
     drawn,
+    forced,
     general,
     results,
     strict,
@@ -45,22 +46,26 @@ def test_any_heads_and_slots(h_q: int, topk: int, d_qk: int) -> None:
         guard.check()
 
 
-def test_fewer_heads_are_the_first_of_more() -> None:
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_fewer_heads_are_the_first_of_more(heads: int) -> None:
     """Heads past the last are padding: they change nothing."""
     inputs = drawn(4, 300, h_q=64)
-    all_heads = strict(inputs)
-    for h_q in (1, 12, 16, 24, 31, 32, 63):
-        some = general(inputs, q=inputs.q[:, :h_q])
-        assert_equal_bits(some.out, all_heads.out[:, :h_q], f"out of {h_q} heads")
-        assert_equal_bits(some.lse, all_heads.lse[:, :h_q], f"lse of {h_q} heads")
+    with forced(heads):
+        all_heads = strict(inputs)
+        for h_q in (1, 12, 16, 24, 31, 32, 63):
+            some = general(inputs, q=inputs.q[:, :h_q])
+            assert_equal_bits(some.out, all_heads.out[:, :h_q], f"out of {h_q} heads")
+            assert_equal_bits(some.lse, all_heads.lse[:, :h_q], f"lse of {h_q} heads")
 
 
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("topk", [1, 65, 192, 2051])
-def test_fewer_slots_are_more_padded_with_minus_one(topk: int) -> None:
+def test_fewer_slots_are_more_padded_with_minus_one(topk: int, heads: int) -> None:
     inputs = drawn(4, 3000, topk=topk)
     padded = torch.full((4, 1, -(-topk // 128) * 128), -1, dtype=torch.int32, device=DEVICE)
     padded[:, :, :topk] = inputs.indices
-    assert_same_bits(general(inputs), strict(inputs, indices=padded))
+    with forced(heads):
+        assert_same_bits(general(inputs), strict(inputs, indices=padded))
 
 
 def gapped(x: torch.Tensor, before: int, after: int) -> torch.Tensor:
@@ -178,7 +183,6 @@ def test_sm_scale_left_out() -> None:
     [
         ("q off its alignment", "rows of q and kv must start at multiples of 16 bytes"),
         ("kv of odd stride", "rows of q and kv must start at multiples of 16 bytes"),
-        ("kv_scale a token", "kv_scale has shape (200,)"),
     ],
 )
 def test_what_the_kernel_refuses_is_answered_all_the_same(change: str, reason: str) -> None:
@@ -186,10 +190,8 @@ def test_what_the_kernel_refuses_is_answered_all_the_same(change: str, reason: s
     inputs = drawn(3, 200, h_q=8, topk=100)
     if change == "q off its alignment":
         inputs = replace(inputs, q=guarded_like(inputs.q, offset=1).tensor)
-    elif change == "kv of odd stride":
-        inputs = replace(inputs, kv=gapped(inputs.kv, 0, 8))
     else:
-        inputs = replace(inputs, kv_scale=torch.linspace(0.2, 0.4, 200, device=DEVICE))
+        inputs = replace(inputs, kv=gapped(inputs.kv, 0, 8))
     dispatch._warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
