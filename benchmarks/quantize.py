@@ -115,6 +115,7 @@ def measure(row: Row) -> str:
 
 
 def by_kernel(q: torch.Tensor, scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """One launch."""
     found = sm90.quantize_queries(q, scale)
     assert found is not None, "no Hopper GPU"
     return found
@@ -135,6 +136,7 @@ def host_us(call: Callable[[], Any]) -> float:
 
 
 def main() -> None:
+    """Check each case, time it, print a table."""
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print(
         "  s_q  h_q d_qk  q         scale  rows           us    GB/s  copy GB/s  torch us  faster"

@@ -20,7 +20,7 @@ def cell(parts: tuple[Part, ...]) -> str:
 
 
 def test_the_table_is_the_plans() -> None:
-    head, rule, *rows = PAGE.read_text().split("<!-- plan -->\n")[1].split("<!--")[0].splitlines()
+    head, _, *rows = PAGE.read_text().split("<!-- plan -->\n")[1].split("<!--")[0].splitlines()
     assert head == "| h_q | " + " | ".join(f"s_q = {s_q}" for s_q in QUERIES) + " |"
     assert rows == [
         f"| {h_q} | " + " | ".join(cell(plan(s_q, h_q, 2048, H200)) for s_q in QUERIES) + " |"

@@ -67,7 +67,7 @@ def block(file_name: str, found: dict[str, Any]) -> str:
         "",
         f"![{_plot(found).title}, with peers]({PICTURE})",
         "",
-        f"Made by `{machine['command']}` ([all figures]({FOLDER}/{file_name}); "
+        f"Made by `{machine['command']}`{_version(machine)} ([all figures]({FOLDER}/{file_name}); "
         "[how they are measured](docs/benchmarks.md)). `flash-mla-bf16` is FlashMLA's kernel for "
         "Hopper, in bfloat16: the same values, twice the bytes, a tenth of the error.",
         END,
@@ -77,6 +77,12 @@ def block(file_name: str, found: dict[str, Any]) -> str:
 
 def _where(machine: dict[str, Any]) -> str:
     return f"On one {machine['name']}, {machine['date'][:10]}"
+
+
+def _version(machine: dict[str, Any]) -> str:
+    """Of what was measured: the repository may have gone on since."""
+    commit = machine.get("commit")
+    return f" at commit {commit[:7]}" if commit else ""
 
 
 def _described(shape: dict[str, Any]) -> str:
