@@ -62,6 +62,13 @@ def test_slots_are_split_where_queries_are_few(s_q: int, h_q: int, ctas: int) ->
     assert s_q * parts[0].groups * ctas <= H200
 
 
+@pytest.mark.parametrize(
+    ("multiprocessors", "ctas"), [(132, 8), (114, 4), (32, 2), (16, 1), (8, 1)]
+)
+def test_a_slice_of_a_gpu_has_smaller_clusters(multiprocessors: int, ctas: int) -> None:
+    assert plan(1, 8, 2048, multiprocessors)[0].ctas_per_item == ctas
+
+
 def test_a_single_block_is_not_split() -> None:
     assert [part.ctas_per_item for part in plan(1, 16, 64, H200)] == [1]
 

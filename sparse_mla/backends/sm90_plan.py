@@ -20,6 +20,9 @@ BLOCK = 64
 """Slots that a kernel takes at a time (``kBlock``)."""
 CLUSTERS = (1, 2, 4, 8)
 """CTAs that may share the slots of a query and a group of heads. Sixteen were no faster."""
+SMALLEST_SHARE = 16
+"""Multiprocessors for each CTA of a cluster: on a slice of a GPU a large cluster may find no room.
+"""
 WIDE_HEADS = 64
 FEW_HEADS = (8, 16, 32)
 
@@ -130,15 +133,18 @@ def plan(
     def cost(parts: tuple[Part, ...]) -> float:
         return sum(part.microseconds(s_q, blocks, multiprocessors) for part in parts)
 
-    return min(_candidates(h_q, blocks, kv_scales), key=cost)
+    most = max(1, multiprocessors // SMALLEST_SHARE)
+    return min(_candidates(h_q, blocks, most, kv_scales), key=cost)
 
 
-def _candidates(h_q: int, blocks: int, kv_scales: bool) -> Iterator[tuple[Part, ...]]:
+def _candidates(
+    h_q: int, blocks: int, most_ctas: int, kv_scales: bool
+) -> Iterator[tuple[Part, ...]]:
     if not kv_scales:
         yield (Part(WIDE_HEADS, 0, h_q),)
     wide = 0 if kv_scales else h_q // WIDE_HEADS * WIDE_HEADS
     for ctas in CLUSTERS:
-        if ctas > 1 and 2 * ctas > blocks:
+        if ctas > 1 and (2 * ctas > blocks or ctas > most_ctas):
             break  # a CTA works on two blocks at a time
         yield from _few(0, h_q, ctas)
         if 0 < wide < h_q:
