@@ -129,7 +129,7 @@ def test_the_table_as_text() -> None:
         "v32-tp1-q4096-kv32k-uniform", "burst", "sm90", "2920.0", "2920.0", "2920.0", "800", "1.60",
         "50.0%", "0.0200",
     ]  # fmt: skip
-    assert lines[2].endswith("0.0200  1/2.00")
+    assert lines[2].endswith("0.0200  2.00 x as fast")
     assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in lines
     assert "not run: sglang-q8kv8: not there" in lines
 
@@ -233,7 +233,7 @@ def test_the_readmes_figures_are_those_of_the_newest_file() -> None:
 
 def test_the_block_follows_the_figures() -> None:
     block = readme.block("x.json", results())
-    assert "| DeepSeek-V3.2, TP 1: 4,096 queries, 128 heads, 32,768 rows |" in block
+    assert "| DeepSeek-V3.2, TP 1: 4,096 queries, 128 heads, topk 2,048 of 32,768 rows |" in block
     assert "| 2,920 | 800 | 1.60 | 2.00 × | 0.0200, 0.0200 |" in block
     assert "(benchmarks/results/x.json)" in block
     assert readme.block("x.json", results(row(801.0))) != block

@@ -69,7 +69,7 @@ def text(results: dict[str, Any]) -> str:
         width = max(len(row["id"]) for row in results["prefill"])
         lines.append(
             f"{'shape':<{width}}  {'mood':<9}  {'peer':<16}{'us':>11}{'p10':>11}{'p90':>11}"
-            f"{unit:>9}{wide_unit:>7}{'roofline':>10}{'error':>8}  speed of ours"
+            f"{unit:>9}{wide_unit:>7}{'roofline':>10}{'error':>8}  ours is"
         )
     for row in results["prefill"]:
         lines += _lines(results, row, width)
@@ -110,7 +110,7 @@ def _lines(results: dict[str, Any], row: dict[str, Any], width: int) -> list[str
             if figure["fault"]:
                 line += f"  WRONG: {figure['fault']}"
             elif own is not None and name != mine and is_right(own):
-                line += f"  1/{speedup(own, figure):.2f}"
+                line += f"  {speedup(own, figure):.2f} x as fast"
             lines.append(line)
             label = ""
     lines += [f"{label:<{width}}  {name}: {why}" for name, why in row["refused"].items()]
