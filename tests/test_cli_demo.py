@@ -148,7 +148,7 @@ def test_a_picture_without_matplotlib_is_refused_at_once(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     result = invoke("--plot", tmp_path / "a.png")
     assert result.exit_code == 2
-    assert "pip install matplotlib" in result.stderr
+    assert "pip install 'sparse-mla[plot]'" in result.stderr
     assert result.stdout == ""
 
 

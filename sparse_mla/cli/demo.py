@@ -341,7 +341,7 @@ def require_plot(file: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise usage("it needs matplotlib: pip install matplotlib", "--plot") from None
+        raise usage("it needs matplotlib: pip install 'sparse-mla[plot]'", "--plot") from None
     kinds = Figure().canvas.get_supported_filetypes()
     if file.suffix.lower().lstrip(".") not in kinds:
         raise usage(f"{file.name} should end in .png, .pdf or .svg", "--plot")
