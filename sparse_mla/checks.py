@@ -355,7 +355,8 @@ def _scale_kind(name: str, scale: Any, device: torch.device) -> Violations:
             return
         yield from find.place(name, scale, device)
     elif not find.is_float32_positive(scale):
-        yield error("scale-not-positive-number", name=name, value=scale)
+        shown = repr(scale) if isinstance(scale, str) else scale  # '1' is no number
+        yield error("scale-not-positive-number", name=name, value=shown)
 
 
 def _scale_missing(name: str, tensor: str, scaled: torch.Tensor) -> SparseMLAError:

@@ -208,6 +208,21 @@ def test_of_several_errors_the_one_that_is_named_wins() -> None:
             {},
         ),
         ("ValueError: query and key must have the same dtype", "unquantised-kv-with-fp8-q", {}),
+        (
+            "TypeError: f() missing 2 required positional arguments: 'q_scale' and 'kv_scale'",
+            "scale-invalid",
+            {"name": "q_scale"},
+        ),
+        (
+            "TypeError: f() missing 1 required positional argument: 'kv_scale'",
+            "scale-invalid",
+            {"name": "kv_scale"},
+        ),
+        (
+            "TypeError: f() missing 3 required positional arguments: 'sm_scale', 'q_scale', and",
+            "sm-scale-invalid",
+            {},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and " " not in value else "",
 )

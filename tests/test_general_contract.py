@@ -114,7 +114,7 @@ VIOLATIONS: list[tuple[str, Callable[[Call], None], str]] = [
     ("scale-missing", put("q_scale", lambda _: None), "q_scale is required when q is torch.float8_e4m3fn"),
     ("scale-not-positive-number", put("q_scale", lambda _: 0.0), "q_scale must be a finite positive number, got 0.0"),
     ("scale-not-positive-number", put("q_scale", lambda _: math.nan), "q_scale must be a finite positive number, got nan"),
-    ("scale-not-positive-number", put("q_scale", lambda _: "1"), "q_scale must be a finite positive number, got 1"),
+    ("scale-not-positive-number", put("q_scale", lambda _: "1"), "q_scale must be a finite positive number, got '1'"),
     ("scale-missing", put("kv_scale", lambda _: None), "kv_scale is required when kv is torch.float8_e4m3fn"),
     ("kv-scale-shape", put("kv_scale", lambda x: x[:, None]), "kv_scale must be a float, or float32 of one element or (20,), got (20, 1)/torch.float32"),
     ("kv-scale-shape", put("kv_scale", lambda x: x.double()), "kv_scale must be a float, or float32 of one element or (20,), got (20,)/torch.float64"),

@@ -197,10 +197,7 @@ RECORDS = (
         trigger="`auto` passed over a faster backend of the device",
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
-            (
-                "A cache with a kv_scale for each token on a Hopper GPU: the kernel takes one scale"
-                " for all of kv."
-            ),
+            "Rows of q or kv that do not start at multiples of 16 bytes, as in some views.",
             "A GPU of another generation than the kernel was built for.",
             (
                 "The packages for the GPU kernels are not installed, so that only the reference is"
@@ -210,8 +207,7 @@ RECORDS = (
         solutions=(
             Solution("Quantise the cache for the FP8 kernel.", "kv, kv_scale = quantize_fp8(kv)"),
             Solution(
-                "Quantise the cache with one scale for all tokens.",
-                "kv, kv_scale = quantize_fp8(kv.float() * kv_scale[:, None])",
+                "Give the rows addresses that the kernels take.", "q, kv = q.clone(), kv.clone()"
             ),
             Solution(
                 "Accept the backend by name.",

@@ -146,6 +146,7 @@ RECORDS = (
                 " torch.tensor(0.5)."
             ),
             "layer.k_scale is None, because the checkpoint carries no KV-cache scales.",
+            "The scales were left out; Python then says which arguments are missing.",
             "A per-token scale (s_kv,) or a per-head one was passed.",
             "The scale has the model's dtype, bfloat16 or float16.",
         ),
@@ -194,6 +195,7 @@ RECORDS = (
                 r" )?(?:scalar|tensor|float32|fp32|on)"
             ),
             r"(?P<name>[qk]v?_?(?:de)?scale\w{0,40}) is (?:required|None|missing)",
+            r"missing \d+ required positional arguments?: '(?P<name>q_scale|kv_scale)'",
         ),
     ),
     ErrorRecord(
@@ -206,8 +208,8 @@ RECORDS = (
             " infinity leaves no meaningful attention."
         ),
         fix=(
-            "pass the model's softmax scale as a Python float, 192 ** -0.5 for DeepSeek and 256 **"
-            " -0.5 for GLM."
+            "pass the model's softmax scale as a Python float: 192 ** -0.5 for DeepSeek, 256 **"
+            " -0.5 for GLM, times the square of the YaRN factor where the model has one."
         ),
         yours="Your sm_scale is {value}.",
         meaning=(
@@ -218,6 +220,7 @@ RECORDS = (
         trigger="sm_scale is not an int or float, is NaN or infinite, or is <= 0",
         situations=(
             "A configuration value is missing and 0, None or NaN was passed instead.",
+            "It was left out: only sparse_mla_prefill has a default.",
             "sm_scale is a tensor; it is a host number, baked into the launch.",
             "Positional arguments shifted, so that a scale tensor landed in sm_scale.",
             "The YaRN factor overflowed or was computed from an uninitialised value.",
@@ -242,6 +245,9 @@ RECORDS = (
         operators=(STRICT, GENERAL),
         since="0.1.0",
         symptoms=("softmax_scale", "1/sqrt(576)", "yarn mscale", "logits too large", "scale None"),
-        foreign=(r"(?:sm|softmax)_scale\S{0,40} (?:must|should) be\b",),
+        foreign=(
+            r"(?:sm|softmax)_scale\S{0,40} (?:must|should) be\b",
+            r"missing \d+ required positional arguments?: 'sm_scale'",
+        ),
     ),
 )

@@ -95,8 +95,8 @@ RECORDS = (
         meaning=(
             "One tile of the tensor-core product holds 64 heads of one query token. The strict"
             " operator keeps the contract of SGLang's operator, which asks for padded heads. The"
-            " general operator has no such limit: it needs no padded copy. On Hopper it still"
-            " takes the time of 64 heads."
+            " general operator has no such limit: it needs no padded copy, and on Hopper 8, 16"
+            " and 32 heads have kernels of their own."
         ),
         trigger="`q.shape[1] == 0 or q.shape[1] % 64 != 0`",
         situations=(
@@ -109,6 +109,7 @@ RECORDS = (
                 "q is (s_q, d_qk, h_q) or has heads and tokens swapped, so that the token count is"
                 " read as heads."
             ),
+            "q and kv were swapped: the one head of the cache is read as a query with h_q = 1.",
             "The code padded q but passed the unpadded view to the call.",
         ),
         solutions=(

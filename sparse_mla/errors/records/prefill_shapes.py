@@ -130,8 +130,9 @@ RECORDS = (
             " concatenated, there is no batch dimension."
         ),
         fix=(
-            "reshape q to three dimensions, for example q.flatten(0, 1) for (batch, s_q, h_q,"
-            " d_qk)."
+            "reshape q to three dimensions: q.flatten(0, 1) for (batch, s_q, h_q, d_qk),"
+            " q.unsqueeze(1) for one head of each token, q.unsqueeze(0) for all heads of one"
+            " token; if kv was passed as q, swap them."
         ),
         yours="Your q has shape {shape}, which is not three-dimensional.",
         meaning=(
@@ -147,6 +148,7 @@ RECORDS = (
             ),
             "The heads are still fused, (s_q, h_q * d_qk), straight from the query projection.",
             "A single query was taken with q[0], which drops the token dimension.",
+            "q and kv were swapped, and the cache is (s_kv, d_qk).",
             "Only the latent or only the rotary part was passed, in a layout of its own.",
         ),
         solutions=(

@@ -96,6 +96,7 @@ RECORDS = (
             "q is still bfloat16: the cache was quantised, the query was not.",
             "float8_e5m2 was chosen for its range, as for gradients.",
             "kv_cache_dtype was left at 'auto', so that the cache is bfloat16.",
+            "kv and indices were swapped: the order is q, kv, indices.",
         ),
         solutions=(
             Solution(
