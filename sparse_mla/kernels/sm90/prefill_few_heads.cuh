@@ -324,9 +324,8 @@ struct Attend {
 
   DEVICE void start(const Blocks& blocks) {
     if (thread() < kHeads) {
-      const float scale = q_scale(blocks.token, blocks.first_head + thread()), kv_scale = kv_scale_of_all();
-      const bool good = is_scale(scale) && is_scale(kv_scale);
-      store_shared_float(memory.c(half, thread()), good ? params.sm_scale * scale * kv_scale * kLog2e : kBad);
+      const float scale = q_scale(blocks.token, blocks.first_head + thread());
+      store_shared_float(memory.c(half, thread()), to_c(params, scale, kv_scale_of_all()));
     }
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) {
