@@ -51,6 +51,7 @@ constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as m
 constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
 constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
 constexpr int kMaxSplits = 16;
+constexpr float kLeastPower = 0x1p-100f;  // the least k[j] in P and 1 / k[j]: by smaller ones the denominator overflows
 
 constexpr int kThreads = 384;
 constexpr u32 kAttendRegisters = HEADS < 32 ? 208 : KV_SCALES ? 232 : 216;
@@ -387,7 +388,7 @@ struct Attend {
       if constexpr (kKvScales) {
         k = load_shared_float(memory.kv_scale(stage.slot, warp * 16 + (lane >> 2) + 8 * r));
         k = !in ? 1.f : is_scale(k) ? k : kNan;
-        k_log2[r] = log2_approx_subnormal(k);
+        k_log2[r] = log2_approx(fmaxf(k, kLeastPower));
       }
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
