@@ -345,6 +345,10 @@ struct Attend {
   }
 
   // S^T = K[stage] Q^T, in parts of 192 columns, left in flight
+  //
+  // A warpgroup waits for its own blocks only, and may come to a stage whose last block, b - 5 and the other's, it has not
+  // seen full: to the parity that would look like b being full. But it has seen its own b - 2 full, or all blocks before
+  // this item, and the arrivals of a thread of the producer come in the order of its copies.
   DEVICE void start_scores(float (&part)[kParts][kHeads / 2]) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     fence_async_shared();  // K and Q came by cp.async and are read by wgmma
