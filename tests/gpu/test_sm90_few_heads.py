@@ -26,6 +26,7 @@ from sparse_mla.testing import (
     Case,
     Inputs,
     compare,
+    expected,
     guarded_like,
     make_inputs,
     poison_unselected,
@@ -155,6 +156,24 @@ def test_each_token_has_its_own_scale(heads: int, ctas: int) -> None:
     scales = torch.logspace(-2, 2, 700, device=DEVICE)[torch.randperm(700).to(DEVICE)]
     with forced(heads, ctas):
         compare(general(with_kv_scales(scales)), LIMITS)
+
+
+@pytest.mark.parametrize(("heads", "ctas"), KERNELS)
+def test_scales_of_tokens_may_be_tiny(heads: int, ctas: int) -> None:
+    """The first query selects such tokens only: its denominator sums P over their scales."""
+    scales = torch.full((700,), 0.3, device=DEVICE)
+    scales[:300] = 1e-38
+    scales[100:200] = 1e-42  # subnormal
+    scales[200:300] = 1e-28
+    inputs = with_kv_scales(scales)
+    inputs.indices[0] %= 200
+    with forced(heads, ctas):
+        problem = general(inputs)
+    compare(problem, LIMITS, queries=range(1, 6))
+    want = expected(problem, [0])
+    torch.testing.assert_close(problem.lse[:1], want.lse.float(), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(problem.max_logits[:1], want.max_logits.float(), rtol=0, atol=1e-4)
+    assert (problem.out[0].abs() < 1e-27).all()
 
 
 @pytest.mark.parametrize("d_qk", [512, 576])

@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hopper import DEVICE, LIMITS, assert_empty, assert_equal_bits, drawn, scalar, strict
+from hopper import (
+    DEVICE,
+    LIMITS,
+    assert_empty,
+    assert_equal_bits,
+    drawn,
+    forced,
+    general,
+    scalar,
+    strict,
+)
 
 from sparse_mla.testing import Inputs, compare
 
@@ -84,6 +94,22 @@ def test_scales_are_used_as_they_are(q_scale: float, kv_scale: float) -> None:
     sm_scale = 1 / (math.sqrt(576) * q_scale * kv_scale)
     problem = strict(inputs, sm_scale=sm_scale, q_scale=scalar(q_scale), kv_scale=scalar(kv_scale))
     compare(problem, LIMITS)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize(
+    ("sm_scale", "q_scale", "kv_scale"),
+    [(0.04, 1e-30, 1e-30), (1e-60, 1.0, 1.0), (0.04, 1e-44, 1.0)],
+)
+def test_good_scales_of_a_product_below_float32_give_flat_logits(
+    sm_scale: float, q_scale: float, kv_scale: float, heads: int
+) -> None:
+    """Masked slots included: 0 times their -inf would be NaN."""
+    inputs = replace(with_empty_rows(), sm_scale=sm_scale)
+    with forced(heads):
+        problem = general(inputs, q_scale=scalar(q_scale), kv_scale=scalar(kv_scale))
+    compare(problem, LIMITS)
+    assert_empty(problem, [1, 3])
 
 
 def test_sm_scale_is_the_one_given() -> None:

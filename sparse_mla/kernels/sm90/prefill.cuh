@@ -245,11 +245,6 @@ struct Scores {
 
   DEVICE float c(u32 r) const { return kRowScales ? c_row[r] : c_all; }
 
-  // A scale that is not finite and positive shows in the weights in the end, not in the exponents.
-  DEVICE float to_c(float q_scale, float kv_scale) const {
-    return is_scale(q_scale) && is_scale(kv_scale) ? params.sm_scale * q_scale * kv_scale * kLog2e : kBad;
-  }
-
   // Into the registers of c, to become c after the first QK: by then they are there, and no register more is taken.
   DEVICE void load_row_scales(int token, int group) {
 #pragma unroll
@@ -371,6 +366,7 @@ struct Scores {
     for (u32 r = 0; r < 2; r++) {
       const float total = quad_sum(sum[r]);
       const bool empty = total == 0.f;
+      // A scale that is not finite and positive shows here, not in the exponents.
       const float v_scale = c(r) == kBad ? kNan : kv_scale;
       const u32 row = warp * 16 + (lane >> 2) + 8 * r, head = group * kHeads + row;
       if ((lane & 3) == 0 && head < static_cast<u32>(params.h_q)) {
@@ -424,7 +420,7 @@ struct Scores {
 
   DEVICE void run() {
     const float kv_scale = __ldg(params.kv_scale);
-    if constexpr (!kRowScales) c_all = to_c(__ldg(params.q_scale), kv_scale);
+    if constexpr (!kRowScales) c_all = to_c(params, __ldg(params.q_scale), kv_scale);
     u32 turn = 0;  // items done
     load_q(blockIdx.x / groups_of(params), blockIdx.x % groups_of(params));
     for (int item = blockIdx.x; item < items_of(params); item += gridDim.x) {
@@ -447,7 +443,7 @@ struct Scores {
         }
         if (kRowScales && pair == 0) {
 #pragma unroll
-          for (u32 r = 0; r < 2; r++) c_row[r] = to_c(c_row[r], kv_scale);
+          for (u32 r = 0; r < 2; r++) c_row[r] = to_c(params, c_row[r], kv_scale);
         }
         move_references(row_top, factor);
         write_pair(factor, last);

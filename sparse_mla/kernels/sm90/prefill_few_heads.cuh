@@ -51,6 +51,7 @@ constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as m
 constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
 constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
 constexpr int kMaxSplits = 16;
+constexpr float kLeastPower = 0x1p-100f;  // the least k[j] in P and 1 / k[j]: by smaller ones the denominator overflows
 
 constexpr int kThreads = 384;
 constexpr u32 kAttendRegisters = HEADS < 32 ? 208 : KV_SCALES ? 232 : 216;
@@ -324,9 +325,8 @@ struct Attend {
 
   DEVICE void start(const Blocks& blocks) {
     if (thread() < kHeads) {
-      const float scale = q_scale(blocks.token, blocks.first_head + thread()), kv_scale = kv_scale_of_all();
-      const bool good = is_scale(scale) && is_scale(kv_scale);
-      store_shared_float(memory.c(half, thread()), good ? params.sm_scale * scale * kv_scale * kLog2e : kBad);
+      const float scale = q_scale(blocks.token, blocks.first_head + thread());
+      store_shared_float(memory.c(half, thread()), to_c(params, scale, kv_scale_of_all()));
     }
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) {
@@ -345,6 +345,10 @@ struct Attend {
   }
 
   // S^T = K[stage] Q^T, in parts of 192 columns, left in flight
+  //
+  // A warpgroup waits for its own blocks only, and may come to a stage whose last block, b - 5 and the other's, it has not
+  // seen full: to the parity that would look like b being full. But it has seen its own b - 2 full, or all blocks before
+  // this item, and the arrivals of a thread of the producer come in the order of its copies.
   DEVICE void start_scores(float (&part)[kParts][kHeads / 2]) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     fence_async_shared();  // K and Q came by cp.async and are read by wgmma
@@ -388,7 +392,7 @@ struct Attend {
       if constexpr (kKvScales) {
         k = load_shared_float(memory.kv_scale(stage.slot, warp * 16 + (lane >> 2) + 8 * r));
         k = !in ? 1.f : is_scale(k) ? k : kNan;
-        k_log2[r] = log2_approx_subnormal(k);
+        k_log2[r] = log2_approx(fmaxf(k, kLeastPower));
       }
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {

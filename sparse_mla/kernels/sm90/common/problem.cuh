@@ -33,6 +33,8 @@ constexpr int kDv = 512;
 constexpr float kHeadroom = 8.f;
 constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so that -inf - kLowest is -inf
 constexpr float kBad = 1e-44f;  // in the place of c where a scale is not finite and positive: the row becomes NaN
+constexpr float kLeastC = 2e-44f;  // were c 0, the -inf of a masked slot would become NaN. Above kBad, to be told from it
+static_assert(0.f < kBad && kBad < kLeastC);
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
@@ -43,6 +45,12 @@ DEVICE int length_of(const PrefillParams& params, int token) {
 }
 
 DEVICE bool is_scale(float x) { return x > 0.f && x < kInfinity; }
+
+// What turns sums of QK into logits in units of log2. A product that is too small for float32 gives logits of nothing.
+DEVICE float to_c(const PrefillParams& params, float q_scale, float kv_scale) {
+  const float c = params.sm_scale * q_scale * kv_scale * kLog2e;
+  return is_scale(q_scale) && is_scale(kv_scale) ? fmaxf(c, kLeastC) : kBad;
+}
 
 // A position in a ring of buffers, and the parity of its use.
 template <int size>

@@ -275,13 +275,6 @@ DEVICE float log2_approx(float x) {
   return y;
 }
 
-// The same without taking subnormal x for zero.
-DEVICE float log2_approx_subnormal(float x) {
-  float y;
-  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // Byte i of the result is byte (selector >> 4i & 7) of the eight bytes b:a.
 DEVICE u32 select_bytes(u32 a, u32 b, u32 selector) {
   u32 y;
