@@ -1,10 +1,10 @@
 """Which Hopper kernels run a prefill of a given shape, and how it is cut up for them.
 
-Three kernels compute the same thing. ``wide`` takes 64 heads a CTA and is bound by the tensor
-cores; ``few`` takes 8, 16 or 32 and is bound by the gather of KV rows; and with few queries the
-slots of each are split over the CTAs of a cluster. `plan` cuts heads and slots into the mix that
-should take the least time, by the figures below. It sees sizes only, never data: equal shapes run
-the same kernels and give the same bits.
+Two families of kernels compute the same thing. ``wide`` takes 64 heads a CTA and is bound by the
+tensor cores; ``few`` takes 8, 16 or 32 and is bound by the gather of KV rows, and with few queries
+it splits the slots of each over the CTAs of a cluster. `plan` cuts heads and slots into the mix
+that should take the least time, by the figures below. It sees sizes only, never data: equal shapes
+run the same kernels and give the same bits.
 """
 
 from __future__ import annotations

@@ -198,8 +198,9 @@ RECORDS = (
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
             (
-                "A cache with a kv_scale for each token on a Hopper GPU: the kernel takes one scale"
-                " for all of kv."
+                "Rows of q or kv that do not start at multiples of 16 bytes on a Hopper GPU, which"
+                " reads 16 bytes at a time: a slice that begins within a row, or gaps between rows"
+                " of another size."
             ),
             "A GPU of another generation than the kernel was built for.",
             (
@@ -210,8 +211,8 @@ RECORDS = (
         solutions=(
             Solution("Quantise the cache for the FP8 kernel.", "kv, kv_scale = quantize_fp8(kv)"),
             Solution(
-                "Quantise the cache with one scale for all tokens.",
-                "kv, kv_scale = quantize_fp8(kv.float() * kv_scale[:, None])",
+                "Give the rows memory of their own, where they start at multiples of 16 bytes.",
+                "kv = kv.clone(memory_format=torch.contiguous_format)",
             ),
             Solution(
                 "Accept the backend by name.",
