@@ -93,6 +93,11 @@ class Part:
         """Threads of a CTA (``kThreads``)."""
         return 512 if self.heads_per_item == WIDE_HEADS else 384
 
+    def variant(self, d_qk: int, q_scales: bool, kv_scales: bool) -> jit.Variant:
+        """The kernel, where q or KV tokens have more than one scale or not."""
+        wide = self.heads_per_item == WIDE_HEADS
+        return KERNELS[self.heads_per_item, d_qk, q_scales if wide else kv_scales]
+
     def ctas(self, s_q: int, multiprocessors: int) -> int:
         """CTAs of the launch: those that share items have one each, others go on to the next."""
         items = s_q * self.groups
@@ -113,6 +118,15 @@ class Part:
         heads = f"heads {self.first_head} to {self.first_head + self.heads - 1}"
         shared = f", slots over {self.ctas_per_item} CTAs" if self.ctas_per_item > 1 else ""
         return f"{heads} in items of {self.heads_per_item}{shared}"
+
+
+def past_range(s_q: int, h_q: int, s_kv: int, topk: int) -> str | None:
+    """Why the kernels, which count in 32 bits, cannot count so much; ``None``: they can."""
+    if s_q * -(-h_q // FEW_HEADS[0]) * CLUSTERS[-1] >= 2**31:
+        return f"{s_q} queries of {h_q} heads are more than the kernels count in 32 bits"
+    if s_kv >= 2**31 or topk > 2**31 - 2 * BLOCK:  # slots are rounded up to two blocks
+        return f"{s_kv} rows or {topk} slots are more than the kernels count in 32 bits"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)
