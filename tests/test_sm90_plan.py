@@ -53,6 +53,16 @@ def test_a_long_prefill(h_q: int, parts: list[tuple[int, int]]) -> None:
     assert all(part.ctas_per_item == 1 for part in found)
 
 
+@pytest.mark.parametrize("multiprocessors", [H200, 114, 78])
+def test_mixes_that_the_gpu_tests_count_on(multiprocessors: int) -> None:
+    """In tests/gpu/test_sm90_few_heads.py: the same on any Hopper GPU, and two launches of some."""
+    mixes = {80: [(64, 64), (16, 16)], 96: [(64, 64), (32, 32)], 20: [(32, 20)]}
+    for h_q, parts in mixes.items():
+        found = plan(4096, h_q, 512, multiprocessors)
+        assert [(part.heads_per_item, part.heads) for part in found] == parts
+    assert all(part.ctas_per_item > 1 for part in plan(1, 128, 2048, multiprocessors))
+
+
 @pytest.mark.parametrize(
     ("s_q", "h_q", "ctas"), [(1, 16, 8), (16, 16, 4), (64, 16, 2), (128, 16, 1), (16, 128, 2)]
 )
