@@ -202,6 +202,14 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert "is not a directory" in " ".join(result.stderr.split())
 
 
+def test_a_file_without_speed_is_nothing_to_check(tmp_path: Path, replayed: dict[str, Any]) -> None:
+    before = {**results(), "prefill": []}
+    result = checked(tmp_path, before)
+    assert result.exit_code == 2
+    assert "this file has no speed to compare, only accuracy" in " ".join(result.stderr.split())
+    assert "shapes" not in replayed
+
+
 @pytest.mark.parametrize("option", ["--from", "--check"])
 def test_a_file_that_lacks_what_it_should_hold_is_named(tmp_path: Path, option: str) -> None:
     before = results()

@@ -229,6 +229,8 @@ def _chosen(
         say(f"nothing to compare: {reason}", err=True)
         raise typer.Exit(UNUSABLE)
     in_file = [row["id"] for row in before["prefill"]]
+    if not in_file:
+        raise usage("this file has no speed to compare, only accuracy", "--check")
     ids = in_file if wanted is None else [shape.id for shape in wanted if shape.id in in_file]
     if not ids:
         raise usage("none of these shapes is in the file to check", "--shapes")
