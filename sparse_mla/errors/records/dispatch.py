@@ -198,9 +198,8 @@ RECORDS = (
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
             (
-                "Rows of q or kv that do not start at multiples of 16 bytes on a Hopper GPU, which"
-                " reads 16 bytes at a time: a slice that begins within a row, or gaps between rows"
-                " of another size."
+                "A cache with a kv_scale for each token on a Hopper GPU: the kernel takes one scale"
+                " for all of kv."
             ),
             "A GPU of another generation than the kernel was built for.",
             (
@@ -211,8 +210,8 @@ RECORDS = (
         solutions=(
             Solution("Quantise the cache for the FP8 kernel.", "kv, kv_scale = quantize_fp8(kv)"),
             Solution(
-                "Give the rows memory of their own, where they start at multiples of 16 bytes.",
-                "kv = kv.clone(memory_format=torch.contiguous_format)",
+                "Quantise the cache with one scale for all tokens.",
+                "kv, kv_scale = quantize_fp8(kv.float() * kv_scale[:, None])",
             ),
             Solution(
                 "Accept the backend by name.",

@@ -95,8 +95,8 @@ RECORDS = (
         meaning=(
             "One tile of the tensor-core product holds 64 heads of one query token. The strict"
             " operator keeps the contract of SGLang's operator, which asks for padded heads. The"
-            " general operator has no such limit: it needs no padded copy. On Hopper it has kernels"
-            " for 8, 16 and 32 heads as well, which take less time than 64 heads do."
+            " general operator has no such limit: it needs no padded copy. On Hopper it still"
+            " takes the time of 64 heads."
         ),
         trigger="`q.shape[1] == 0 or q.shape[1] % 64 != 0`",
         situations=(
