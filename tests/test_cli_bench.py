@@ -170,6 +170,7 @@ def test_another_card_is_refused_before_anything_is_measured(
         (("--from", "a", "--quick"), "leave --quick out"),
         (("--from", "a", "--warm-cache"), "leave --warm-cache out"),
         (("--from", "a", "-o", "b.json"), "leave -o out"),
+        (("--only", "accuracy", "--shapes", "v32-*"), "has inputs of its own; leave --shapes out"),
         (("--check", "a", "--quick"), "measures as its file says; leave --quick out"),
         (("--check", "a", "--warm-cache"), "leave --warm-cache out"),
         (("--shapes", ""), "'' names nothing"),

@@ -153,6 +153,8 @@ def _refuse_contradictions(given: dict[str, Any], source: Path | None, check: Pa
             raise usage(f"--from measures nothing; leave {option} out", option)
         if check is not None and value and option in ("--quick", "--warm-cache"):
             raise usage(f"--check measures as its file says; leave {option} out", option)
+    if given["--only"] == "accuracy" and given["--shapes"]:
+        raise usage("--only accuracy has inputs of its own; leave --shapes out", "--shapes")
     if check is not None and given["--only"] == "accuracy":
         raise usage("it compares speed; leave --only accuracy out", "--check")
 
