@@ -188,6 +188,10 @@ def test_a_fault_while_writing_leaves_the_old_file(
         ('{"schema": 7}', "has schema 7, this version reads 1"),
         ('{"tests": null}', "has schema None"),
         ('{"schema": 1, "machine": {}}', "lacks settings, ceilings, peers"),
+        (json.dumps({**results(), "machine": {}}), "machine lacks date, command, device"),
+        (json.dumps({**results(), "prefill": {}}), "prefill is not array"),
+        (json.dumps({**results(), "peers": [7]}), r"peers\[0\] is not object"),
+        (json.dumps({**results(), "more": 1}), 'has "more", which is not known'),
     ],
 )
 def test_an_unusable_file_says_why(tmp_path: Path, text: str, reason: str) -> None:

@@ -18,10 +18,12 @@ from sparse_mla.benchmarks import peers as peers_room
 from sparse_mla.benchmarks.peers import Outputs, everything
 from sparse_mla.benchmarks.peers.flash_mla import FlashMLA, dequantised
 from sparse_mla.benchmarks.peers.ours import Ours
+from sparse_mla.benchmarks.peers.padded import Padded
 from sparse_mla.benchmarks.peers.sglang import SGLang
 from sparse_mla.benchmarks.peers.torch_bmm import GatherBmm
 from sparse_mla.benchmarks.shapes import REGISTRY, Shape
 from sparse_mla.integrations.sglang import MODULES
+from sparse_mla.testing import expected, make_problem
 
 CPU = torch.device("cpu")
 TINY = Shape("v32", 8, 5, 200, 8, 576, 128, "topk")
@@ -191,7 +193,9 @@ def test_a_backend_that_another_one_stood_in_for_is_no_figure(
 def test_each_peer_says_why_it_cannot_run_here() -> None:
     for peer in everything().values():
         reason = peer.unavailable(CPU)
-        assert (reason is None) == (peer.name in ("cpu", "reference", "torch-gather-bmm")), reason
+        assert (reason is None) == (
+            peer.name in ("cpu", "reference", "strict-padded", "torch-gather-bmm")
+        ), reason
     assert not everything()["cpu"].on_request
     assert everything()["reference"].on_request
 
@@ -238,6 +242,29 @@ def test_flash_mla_gets_the_same_values_padded_to_its_heads(
     many = replace(given, q=given.q.repeat(1, 20, 1))
     assert peer.refusal(many) == "takes 64 or 128 heads, got 160"
     assert dequantised(given.q, given.q_scale).dtype == torch.bfloat16
+
+
+def test_few_heads_are_padded_for_the_strict_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sees 64 heads; what it gives for those there are is right, and they alone are kept."""
+    seen: list[Any] = []
+    strict = Ours._strict
+    monkeypatch.setattr(Ours, "_strict", lambda *a: (seen.append(a[1].q), strict(*a))[1])
+    peer, given = Padded(), inputs.make(TINY, CPU).sets[0]
+    assert peer.on_request
+    assert not peer.ours
+    assert peer.refusal(given) is None
+    outputs = peer.prepare(given, 1)()
+    assert [tuple(q.shape) for q in seen] == [(5, 64, 576)]
+    assert not seen[0][:, 8:].view(torch.uint8).any()
+    assert outputs.out.shape == (5, 8, 512)
+    queries = list(range(5))
+    want = expected(make_problem(given), queries)
+    empty = torch.empty(0)
+    problem = make_problem(given, (empty, empty, empty))
+    runner.compare_outputs(problem, outputs, peer.tolerance, queries, want)
+    assert peer.refusal(replace(given, q=seen[0])) == "there is nothing to pad: 64 heads"
+    fewer = replace(given, indices=given.indices[..., :100])
+    assert peer.refusal(fewer) == "takes topk in multiples of 128, got 100"
 
 
 def test_sglang_is_never_measured_against_our_own_operator(

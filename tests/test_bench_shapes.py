@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +166,12 @@ def test_input_sets_rotate_until_twice_the_l2_lies_between() -> None:
     assert inputs.sets_for(shape, l2_bytes=100 * one) == inputs.MAX_SETS
     made = inputs.make(shape, torch.device("cpu"), sets=3)
     assert len({bytes(each.q.view(torch.uint8).numpy()) for each in made.sets}) == 3
+
+
+def test_the_shapes_that_the_texts_name_are_there_and_not_too_many() -> None:
+    root = Path(__file__).parents[1]
+    files = [root / "README.md", *root.glob("docs/**/*.md"), root / "sparse_mla/cli/bench.py"]
+    named = [text for file in files for text in re.findall(r"--shapes '([^']+)'", file.read_text())]
+    assert len(named) >= 3
+    for text in named:
+        assert 1 <= len(shapes.select(text.split(","))) <= 50, text

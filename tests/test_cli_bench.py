@@ -163,6 +163,20 @@ def test_another_card_is_refused_before_anything_is_measured(
         (("--device", "tpu"), "'tpu' is no device"),
         (("--from", "a", "--check", "b"), "give one of them"),
         (("--from", "a", "--shapes", "v32-*"), "leave --shapes out"),
+        (("--from", "a", "--against", "none"), "leave --against out"),
+        (("--from", "a", "--device", "cpu"), "leave --device out"),
+        (("--from", "a", "--only", "speed"), "leave --only out"),
+        (("--from", "a", "--rounds", "3"), "leave --rounds out"),
+        (("--from", "a", "--quick"), "leave --quick out"),
+        (("--from", "a", "--warm-cache"), "leave --warm-cache out"),
+        (("--from", "a", "-o", "b.json"), "leave -o out"),
+        (("--only", "accuracy", "--shapes", "v32-*"), "has inputs of its own; leave --shapes out"),
+        (("--check", "a", "--quick"), "measures as its file says; leave --quick out"),
+        (("--check", "a", "--warm-cache"), "leave --warm-cache out"),
+        (("--shapes", ""), "'' names nothing"),
+        (("--against", " , "), "' , ' names nothing"),
+        (("-o", "/proc/r.json"), "cannot write to /proc: "),
+        (("--report", "/proc/report"), "cannot write to /proc/report: "),
         (("--check", "a", "--only", "accuracy"), "it compares speed"),
         (("--tolerance", "1.5"), "1.5 is not between 0 and 1"),
     ],
@@ -170,6 +184,7 @@ def test_another_card_is_refused_before_anything_is_measured(
 def test_usage_errors_name_the_value(arguments: tuple[str, ...], message: str) -> None:
     result = invoke(*arguments)
     assert result.exit_code == 2
+    assert result.stdout == ""  # nothing was measured
     text = " ".join(result.stderr.replace("│", " ").split())
     assert message in text
 
@@ -186,6 +201,25 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     result = invoke("-o", tmp_path / "missing" / "r.json")
     assert result.exit_code == 2
     assert "is not a directory" in " ".join(result.stderr.split())
+
+
+def test_a_file_without_speed_is_nothing_to_check(tmp_path: Path, replayed: dict[str, Any]) -> None:
+    before = {**results(), "prefill": []}
+    result = checked(tmp_path, before)
+    assert result.exit_code == 2
+    assert "this file has no speed to compare, only accuracy" in " ".join(result.stderr.split())
+    assert "shapes" not in replayed
+
+
+@pytest.mark.parametrize("option", ["--from", "--check"])
+def test_a_file_that_lacks_what_it_should_hold_is_named(tmp_path: Path, option: str) -> None:
+    before = results()
+    del before["prefill"][0]["moods"]["burst"]["peers"][OURS]["tflops"]
+    result = invoke(option, files.write(tmp_path / "before.json", before))
+    assert result.exit_code == 2
+    assert "before.json: prefill[0].moods.burst.peers.sm90 lacks tflops" in " ".join(
+        result.stderr.split()
+    )
 
 
 def test_the_list_marks_what_is_measured_by_default() -> None:

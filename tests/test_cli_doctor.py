@@ -146,9 +146,30 @@ def test_which_kernels_run_a_shape() -> None:
         assert "head 0, 8 CTAs, each query's slots over 8 of them\n" in text
 
 
+def test_scales_of_tokens_have_kernels_of_their_own() -> None:
+    _, found = report(
+        "--shape", "kv_scale=token", "--shape", "h_q=64,q_scale=token", "--shape", "h_q=8,d_qk=512"
+    )
+    kv, q, neither = found["kernels"]["shapes"]
+    assert [launch["kernel"] for launch in kv["launches"]] == ["prefill-h32-d576-kv-scales"]
+    assert [launch["kernel"] for launch in q["launches"]] == ["prefill-h64-d576-row-scales"]
+    assert [launch["kernel"] for launch in neither["launches"]] == ["prefill-h8-d512"]
+    assert (kv["q_scale"], kv["kv_scale"], q["q_scale"]) == ("tensor", "token", "token")
+    text = CliRunner().invoke(build(), ["doctor", "--shape", "kv_scale=token"]).stdout
+    assert "  s_q=4096 h_q=128 topk=2048 d_qk=576 kv_scale=token\n    prefill-h32-d576" in text
+
+
+def test_a_shape_that_the_kernels_refuse() -> None:
+    text = CliRunner().invoke(build(), ["doctor", "--shape", "s_q=2147483647"]).stdout
+    reason = "2147483647 queries of 128 heads are more than the kernels count in 32 bits"
+    assert f"  s_q=2147483647 h_q=128 topk=2048 d_qk=576\n    none: {reason}\n" in text
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("", "'' says nothing"),
+        ("kv_scale=head", "kv_scale must be tensor or token, got 'head'"),
         ("heads=16", "'heads=16' is not NAME=NUMBER with a name among s_q, h_q, topk, d_qk"),
         ("16", "'16' is not NAME=NUMBER"),
         ("h_q=0", "h_q must be a number from 1 to 2**31 - 1, got '0'"),

@@ -15,8 +15,9 @@ import typer
 from error_samples import traceback_around
 from typer.testing import CliRunner, Result
 
+from sparse_mla.backends import sm90
 from sparse_mla.cli.explain import explain
-from sparse_mla.errors import RECORDS, error
+from sparse_mla.errors import RECORDS, error, match
 
 MESSAGE = "ValueError: sparse_mla_q8kv8_prefill_fwd requires h_kv=1, got 8"
 
@@ -249,3 +250,11 @@ def test_colours_on_a_terminal_only() -> None:
     assert "\x07" not in coloured
     assert "[red]x[/red]" in coloured
     assert "\x1b" not in run("h-kv-not-one").output
+
+
+def test_a_reason_of_the_hopper_backend_alone_finds_the_warning_that_holds_it() -> None:
+    """Logs are often cut down to the line that says why."""
+    source = Path(sm90.__file__).read_text()
+    assert '"rows of q and kv must start at multiples of 16 bytes, got addresses "' in source
+    text = "sm90: rows of q and kv must start at multiples of 16 bytes, got addresses 0x7f and 0x80"
+    assert match.find(text)[0].record.id == "slow-backend"

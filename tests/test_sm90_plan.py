@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from sparse_mla.backends.sm90_plan import CLUSTERS, KERNELS, Part, plan
+from sparse_mla.backends.sm90_plan import CLUSTERS, KERNELS, Part, past_range, plan
 
 H200 = 132
 """Multiprocessors."""
@@ -53,6 +53,16 @@ def test_a_long_prefill(h_q: int, parts: list[tuple[int, int]]) -> None:
     assert all(part.ctas_per_item == 1 for part in found)
 
 
+@pytest.mark.parametrize("multiprocessors", [H200, 114, 78])
+def test_mixes_that_the_gpu_tests_count_on(multiprocessors: int) -> None:
+    """In tests/gpu/test_sm90_few_heads.py: the same on any Hopper GPU, and two launches of some."""
+    mixes = {80: [(64, 64), (16, 16)], 96: [(64, 64), (32, 32)], 20: [(32, 20)]}
+    for h_q, parts in mixes.items():
+        found = plan(4096, h_q, 512, multiprocessors)
+        assert [(part.heads_per_item, part.heads) for part in found] == parts
+    assert all(part.ctas_per_item > 1 for part in plan(1, 128, 2048, multiprocessors))
+
+
 @pytest.mark.parametrize(
     ("s_q", "h_q", "ctas"), [(1, 16, 8), (16, 16, 4), (64, 16, 2), (128, 16, 1), (16, 128, 2)]
 )
@@ -97,3 +107,20 @@ def test_ctas_of_a_launch() -> None:
 def test_a_part_says_what_it_is() -> None:
     assert str(Part(64, 0, 64)) == "heads 0 to 63 in items of 64"
     assert str(Part(16, 64, 20, 2)) == "heads 64 to 83 in items of 16, slots over 2 CTAs"
+
+
+def test_sizes_that_do_not_fit_32_bits_are_refused() -> None:
+    """Items times CTAs of a cluster, in the smallest items and the largest clusters."""
+    assert past_range(65536, 128, 2**31 - 1, 2**31 - 128) is None
+    assert past_range(2**24 - 1, 128, 1, 1) is None
+    for shape in ((2**24, 128, 1, 1), (1, 2**31, 1, 1), (1, 1, 2**31, 1), (1, 1, 1, 2**31 - 127)):
+        reason = past_range(*shape)
+        assert reason is not None
+        assert all(str(size) in reason for size in shape if size > 128), reason
+
+
+def test_the_kernel_of_a_part_follows_the_scales_that_it_takes() -> None:
+    wide, few = Part(64, 0, 64), Part(8, 0, 8)
+    for q_scales, kv_scales in itertools.product((False, True), repeat=2):
+        assert wide.variant(576, q_scales, kv_scales) is KERNELS[64, 576, q_scales]
+        assert few.variant(512, q_scales, kv_scales) is KERNELS[8, 512, kv_scales]

@@ -18,7 +18,7 @@ import torch
 from .. import jit
 from ..params import D_V
 from . import sm90_plan, sm90_quantize
-from .sm90_plan import KERNELS, WIDE_HEADS, Part
+from .sm90_plan import KERNELS, Part
 
 if TYPE_CHECKING:
     from ..jit_driver import Kernel
@@ -80,9 +80,9 @@ def refusal(problem: PrefillProblem) -> str | None:
         )
     if problem.out.data_ptr() & 3:
         return f"out must start at a multiple of 4 bytes, got {problem.out.data_ptr():#x}"
-    if kv_stride >= 2**32 or problem.s_q * -(-problem.h_q // 8) * 16 >= 2**31:
-        return f"kv stride {kv_stride} or s_q {problem.s_q} is past the kernels' range"
-    return None
+    if kv_stride >= 2**32:
+        return f"rows of kv are {kv_stride} bytes apart, the kernels count them in 32 bits"
+    return sm90_plan.past_range(problem.s_q, problem.h_q, problem.s_kv, problem.topk)
 
 
 def quantize_queries(
@@ -120,10 +120,11 @@ def launch(problem: PrefillProblem, part: Part) -> None:
     """Launch the kernel that computes one part of the heads."""
     assert problem.q_scale is not None  # both by `refusal`
     assert problem.kv_scale is not None
-    wide = part.heads_per_item == WIDE_HEADS
-    scales = problem.q_scale if wide else problem.kv_scale
     device = problem.q.get_device()
-    kernel = jit.load(KERNELS[part.heads_per_item, problem.d_qk, scales.numel() != 1], device)
+    variant = part.variant(
+        problem.d_qk, problem.q_scale.numel() != 1, problem.kv_scale.numel() != 1
+    )
+    kernel = jit.load(variant, device)
     grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
     _launch(kernel, grid, (part.threads, 1, 1), part, problem)
 

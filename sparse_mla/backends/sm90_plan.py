@@ -1,10 +1,10 @@
 """Which Hopper kernels run a prefill of a given shape, and how it is cut up for them.
 
-Three kernels compute the same thing. ``wide`` takes 64 heads a CTA and is bound by the tensor
-cores; ``few`` takes 8, 16 or 32 and is bound by the gather of KV rows; and with few queries the
-slots of each are split over the CTAs of a cluster. `plan` cuts heads and slots into the mix that
-should take the least time, by the figures below. It sees sizes only, never data: equal shapes run
-the same kernels and give the same bits.
+Two families of kernels compute the same thing. ``wide`` takes 64 heads a CTA and is bound by the
+tensor cores; ``few`` takes 8, 16 or 32 and is bound by the gather of KV rows, and with few queries
+it splits the slots of each over the CTAs of a cluster. `plan` cuts heads and slots into the mix
+that should take the least time, by the figures below. It sees sizes only, never data: equal shapes
+run the same kernels and give the same bits.
 """
 
 from __future__ import annotations
@@ -93,6 +93,11 @@ class Part:
         """Threads of a CTA (``kThreads``)."""
         return 512 if self.heads_per_item == WIDE_HEADS else 384
 
+    def variant(self, d_qk: int, q_scales: bool, kv_scales: bool) -> jit.Variant:
+        """The kernel, where q or KV tokens have more than one scale or not."""
+        wide = self.heads_per_item == WIDE_HEADS
+        return KERNELS[self.heads_per_item, d_qk, q_scales if wide else kv_scales]
+
     def ctas(self, s_q: int, multiprocessors: int) -> int:
         """CTAs of the launch: those that share items have one each, others go on to the next."""
         items = s_q * self.groups
@@ -113,6 +118,15 @@ class Part:
         heads = f"heads {self.first_head} to {self.first_head + self.heads - 1}"
         shared = f", slots over {self.ctas_per_item} CTAs" if self.ctas_per_item > 1 else ""
         return f"{heads} in items of {self.heads_per_item}{shared}"
+
+
+def past_range(s_q: int, h_q: int, s_kv: int, topk: int) -> str | None:
+    """Why the kernels, which count in 32 bits, cannot count so much; ``None``: they can."""
+    if s_q * -(-h_q // FEW_HEADS[0]) * CLUSTERS[-1] >= 2**31:
+        return f"{s_q} queries of {h_q} heads are more than the kernels count in 32 bits"
+    if s_kv >= 2**31 or topk > 2**31 - 2 * BLOCK:  # slots are rounded up to two blocks
+        return f"{s_kv} rows or {topk} slots are more than the kernels count in 32 bits"
+    return None
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from . import schema
+
 SCHEMA = 1
 """``results.schema.json`` describes it."""
 KEYS = ("schema", "machine", "settings", "ceilings", "peers", "prefill", "host", "memory",
@@ -71,6 +73,9 @@ def load(file: Path) -> dict[str, Any]:
     missing = [key for key in KEYS if key not in found]
     if missing:
         raise ResultsError(f"{file.name} lacks {', '.join(missing)}")
+    difference = schema.first_fault(found)
+    if difference is not None:
+        raise ResultsError(f"{file.name}: {difference}")
     return found
 
 

@@ -81,8 +81,12 @@ def bench(
     """
     with guarded(as_json):
         _refuse_values(only, rounds, tolerance)
+        given = {
+            "--shapes": shapes, "--against": against, "--device": device, "--only": only,
+            "--rounds": rounds, "--quick": quick, "--warm-cache": warm_cache, "-o": output,
+        }  # fmt: skip
+        _refuse_contradictions(given, source, check)
         _refuse_places(output, report)
-        _refuse_contradictions(only, source, check, shapes)
         if report is not None:
             _require_plot()
         if list_shapes:
@@ -118,22 +122,40 @@ def _refuse_values(only: str | None, rounds: int | None, tolerance: float) -> No
 
 def _refuse_places(output: Path | None, report: Path | None) -> None:
     """Refuse before the work what could not be written after it."""
-    if output is not None and not output.resolve().parent.is_dir():
-        raise usage(f"{output.parent} is not a directory", "-o")
+    if output is not None:
+        if not output.resolve().parent.is_dir():
+            raise usage(f"{output.parent} is not a directory", "-o")
+        _refuse_unwritable(output if output.is_dir() else output.parent, "-o")
     if report is not None:
         if report.exists() and not report.is_dir():
             raise usage(f"{report} is a file, not a directory", "--report")
-        report.mkdir(parents=True, exist_ok=True)
+        _refuse_unwritable(report, "--report")
 
 
-def _refuse_contradictions(
-    only: str | None, source: Path | None, check: Path | None, shapes: list[str] | None
-) -> None:
+def _refuse_unwritable(directory: Path, option: str) -> None:
+    """Make the directory and a file in it, as the permissions alone do not say whether one can."""
+    import tempfile
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as fault:
+        raise usage(f"cannot write to {directory}: {fault.strerror or fault}", option) from None
+
+
+def _refuse_contradictions(given: dict[str, Any], source: Path | None, check: Path | None) -> None:
+    """Refuse options that would have no effect beside --from or --check."""
     if source is not None and check is not None:
         raise usage("it measures again, --from measures nothing; give one of them", "--check")
-    if source is not None and shapes:
-        raise usage("--from measures nothing; leave --shapes out", "--shapes")
-    if check is not None and only == "accuracy":
+    for option, value in given.items():
+        if source is not None and value:
+            raise usage(f"--from measures nothing; leave {option} out", option)
+        if check is not None and value and option in ("--quick", "--warm-cache"):
+            raise usage(f"--check measures as its file says; leave {option} out", option)
+    if given["--only"] == "accuracy" and given["--shapes"]:
+        raise usage("--only accuracy has inputs of its own; leave --shapes out", "--shapes")
+    if check is not None and given["--only"] == "accuracy":
         raise usage("it compares speed; leave --only accuracy out", "--check")
 
 
@@ -168,9 +190,12 @@ def _load(file: Path, option: str) -> dict[str, Any]:
         raise usage(str(fault), option) from None
 
 
-def _words(given: list[str] | None) -> list[str]:
+def _words(given: list[str], option: str) -> list[str]:
     """Repeated or separated by commas."""
-    return [word for text in given or () for word in text.split(",") if word]
+    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    if not words:
+        raise usage(f"{', '.join(given)!r} names nothing", option)
+    return words
 
 
 def _selected(patterns: list[str]) -> list[Shape]:
@@ -196,7 +221,7 @@ def _chosen(
     from ..benchmarks import gate, machine
     from ..benchmarks.shapes import REGISTRY, default
 
-    wanted = _selected(_words(shapes)) if shapes else None
+    wanted = _selected(_words(shapes, "--shapes")) if shapes else None
     if before is None:
         if only == "accuracy":
             return [], []
@@ -206,6 +231,8 @@ def _chosen(
         say(f"nothing to compare: {reason}", err=True)
         raise typer.Exit(UNUSABLE)
     in_file = [row["id"] for row in before["prefill"]]
+    if not in_file:
+        raise usage("this file has no speed to compare, only accuracy", "--check")
     ids = in_file if wanted is None else [shape.id for shape in wanted if shape.id in in_file]
     if not ids:
         raise usage("none of these shapes is in the file to check", "--shapes")
@@ -220,7 +247,7 @@ def _names(against: list[str] | None) -> list[str] | None:
     from ..benchmarks.peers import everything
 
     known = everything()
-    asked = _words(against)
+    asked = _words(against, "--against")
     for name in asked:
         if name not in known and name != "none":
             raise usage(f"no peer is called {name!r}; there are {', '.join(known)}", "--against")
@@ -325,7 +352,7 @@ def _list(shapes: list[str] | None, as_json: bool) -> None:
     from ..benchmarks.peers import everything
     from ..benchmarks.shapes import DEFAULT, REGISTRY
 
-    chosen = _selected(_words(shapes)) if shapes else list(REGISTRY.values())
+    chosen = _selected(_words(shapes, "--shapes")) if shapes else list(REGISTRY.values())
     peers = everything()
     if as_json:
         say_json(

@@ -45,7 +45,8 @@ def doctor(
             "--shape",
             metavar="NAME=N,...",
             help="Also say which Hopper kernels run this shape: any of s_q, h_q, topk, d_qk "
-            "(4096, 128, 2048, 576 where left out). May be given again.",
+            "(4096, 128, 2048, 576 where left out), and q_scale=token or kv_scale=token where each "
+            "has its own. May be given again.",
         ),
     ] = None,
     as_json: Json = False,

@@ -6,12 +6,20 @@ CPU tensors and the ``cpu`` backend, without what only CUDA has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hopper import ON_GPU
+from hopper import ON_GPU, wide
 
 HERE = Path(__file__).parent
+
+OF_ANY_KERNEL = {
+    f"test_sm90_{name}"
+    for name in ("async", "cases", "contract", "determinism", "general", "sinks_scales", "sizes")
+}
+"""What is tested there holds for every kernel. Their problems are small, and the plan gives nearly
+all of them to the kernels for few heads; so each test also runs with the kernel for 64."""
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -22,6 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.gpu)
             elif item.get_closest_marker("cuda_only"):
                 item.add_marker(pytest.mark.skip(reason="tests what only CUDA has"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if ON_GPU and metafunc.module.__name__ in OF_ANY_KERNEL:
+        metafunc.parametrize("_kernels", ["plan", "64-heads"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Which kernels run: those of the plan, or the one for 64 heads."""
+    if getattr(request, "param", "plan") == "plan":
+        yield
+    else:
+        with wide():
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ import torch
 
 from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
 from sparse_mla.backends import sm90
-from sparse_mla.backends.sm90_plan import Part
+from sparse_mla.backends.sm90_plan import WIDE_HEADS, Part
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import Inputs, Tolerance, make_problem
 
@@ -134,6 +134,21 @@ def forced(heads_per_item: int, ctas_per_item: int = 1) -> Iterator[None]:
     assert {(part.heads_per_item, part.ctas_per_item) for part in parts} == {
         (heads_per_item, ctas_per_item)
     }
+
+
+@contextmanager
+def wide() -> Iterator[None]:
+    """All heads by the kernel for 64, but where KV tokens have scales, which it does not take."""
+    planned = sm90.plan
+
+    def plan(problem: PrefillProblem) -> tuple[Part, ...]:
+        assert problem.kv_scale is not None
+        if problem.kv_scale.numel() != 1:
+            return planned(problem)
+        return (Part(WIDE_HEADS, 0, problem.h_q),)
+
+    with mock.patch.object(sm90, "plan", plan):
+        yield
 
 
 @contextmanager

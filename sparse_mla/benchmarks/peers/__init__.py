@@ -59,10 +59,11 @@ def everything() -> dict[str, Peer]:
     """Every peer by name: ours first, the fastest first."""
     from .flash_mla import FlashMLA
     from .ours import backends
+    from .padded import Padded
     from .sglang import SGLang
     from .torch_bmm import GatherBmm
 
-    peers: list[Peer] = [*backends(), FlashMLA(), SGLang(), GatherBmm()]
+    peers: list[Peer] = [*backends(), Padded(), FlashMLA(), SGLang(), GatherBmm()]
     return {peer.name: peer for peer in peers}
 
 

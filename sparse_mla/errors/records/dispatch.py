@@ -247,7 +247,9 @@ RECORDS = (
             "reference backend",
             "SlowBackendWarning",
             "performance",
+            "aligned to 16 bytes",
         ),
+        foreign=(r"rows of q and kv must start at multiples of 16 bytes",),
         needs=("cuda", "hopper"),
     ),
 )
