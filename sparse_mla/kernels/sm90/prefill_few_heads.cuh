@@ -11,7 +11,7 @@
 //
 // Why this shape of kernel. A row of 576 bytes serves 2 x HEADS x 1,088 operations: with 16 heads the tensor cores need a third of
 // the time that the rows take to arrive, and the gather is all that counts. Heads are the N of both products, S^T = K Q^T
-// and O^T = V^T P^T, so no tensor work is done for heads that are not there. O^T of 32 heads is 128 registers a thread: each
+// and O^T = V^T P^T, so the tensor cores work on at most the next multiple of them. O^T of 32 heads is 128 registers a thread: each
 // of two warpgroups keeps a whole one of its own, with its own maxima, takes every other block of 64 slots, and meets the
 // other only at the end of a query token, as two parts of a split do.
 //
@@ -50,7 +50,7 @@ constexpr int kParts = (kSteps + kPartSteps - 1) / kPartSteps;
 constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as many as there are registers for
 constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
 constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
-constexpr int kMaxSplits = 16;
+constexpr int kMaxSplits = 8;  // CTAs of the largest cluster
 constexpr float kLeastPower = 0x1p-100f;  // the least k[j] in P and 1 / k[j]: by smaller ones the denominator overflows
 
 constexpr int kThreads = 384;
