@@ -21,7 +21,6 @@ from . import sm90_plan, sm90_quantize
 from .sm90_plan import KERNELS, Part
 
 if TYPE_CHECKING:
-    from ..jit_driver import Kernel
     from ..params import PrefillProblem
 
 NAME = "sm90"
@@ -118,43 +117,29 @@ def run(problem: PrefillProblem) -> None:
 
 def launch(problem: PrefillProblem, part: Part) -> None:
     """Launch the kernel that computes one part of the heads."""
-    assert problem.q_scale is not None  # both by `refusal`
-    assert problem.kv_scale is not None
-    device = problem.q.get_device()
-    variant = part.variant(
-        problem.d_qk, problem.q_scale.numel() != 1, problem.kv_scale.numel() != 1
-    )
+    q, q_scale, kv_scale = problem.q, problem.q_scale, problem.kv_scale
+    assert q_scale is not None  # both by `refusal`
+    assert kv_scale is not None
+    device = q.get_device()
+    variant = part.variant(problem.d_qk, q_scale.numel() != 1, kv_scale.numel() != 1)
     kernel = jit.load(variant, device)
-    grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
-    _launch(kernel, grid, (part.threads, 1, 1), part, problem)
-
-
-def _launch(
-    kernel: Kernel,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    part: Part,
-    problem: PrefillProblem,
-) -> None:
     try:
         buffer, address = _thread.params
     except AttributeError:
         buffer = ctypes.create_string_buffer(PARAMS.size)
         address = ctypes.addressof(buffer)
         _thread.params = buffer, address
-    q, sink, length = problem.q, problem.attn_sink, problem.topk_length
-    assert problem.q_scale is not None  # both by `refusal`
-    assert problem.kv_scale is not None
+    sink, length = problem.attn_sink, problem.topk_length
     first = part.first_head
-    q_scale_strides = _q_scale_strides(problem.q_scale)
+    scale_strides = sm90_quantize.scale_strides(q_scale)
     PARAMS.pack_into(
         buffer,
         0,
         q.data_ptr() + first * q.stride(1),
         problem.kv.data_ptr(),
         problem.indices.data_ptr(),
-        problem.q_scale.data_ptr() + 4 * first * q_scale_strides[1],
-        problem.kv_scale.data_ptr(),
+        q_scale.data_ptr() + 4 * first * scale_strides[1],
+        kv_scale.data_ptr(),
         0 if sink is None else sink.data_ptr() + 4 * first,
         0 if length is None else length.data_ptr(),
         problem.out.data_ptr() + 2 * D_V * first,
@@ -169,19 +154,13 @@ def _launch(
         part.heads,
         problem.topk,
         min(problem.sm_scale, FLOAT32_MAX),
-        *q_scale_strides,
+        *scale_strides,
         problem.h_q,
         part.ctas_per_item,
     )
-    stream = torch._C._cuda_getCurrentRawStream(q.get_device())
-    kernel.launch(grid, block, SHARED_BYTES, stream, address, part.ctas_per_item)
-
-
-def _q_scale_strides(q_scale: torch.Tensor) -> tuple[int, int]:
-    """Elements from a token's scale to the next, and from a head's: 0 where they share one."""
-    if q_scale.numel() == 1:
-        return 0, 0
-    return q_scale.stride(0), 0 if q_scale.ndim == 1 else 1
+    grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    kernel.launch(grid, (part.threads, 1, 1), SHARED_BYTES, stream, address, part.ctas_per_item)
 
 
 def _kv_stride(problem: PrefillProblem) -> int:

@@ -27,42 +27,25 @@ WIDE_HEADS = 64
 FEW_HEADS = (8, 16, 32)
 
 
-@dataclass(frozen=True)
-class Family:
-    """Kernels of one source, and what they take."""
-
-    name: str
-    source: str
-    entry: str
-
-    def variant(self, heads: int, d_qk: int, scales: bool, define: str) -> jit.Variant:
-        """The kernel of so many heads a CTA; ``scales``: with what ``define`` asks for."""
-        suffix = f"-{define.lower().replace('_', '-')}" if scales else ""
-        return jit.Variant(
-            name=f"prefill-h{heads}-d{d_qk}{suffix}",
-            source=self.source,
-            entry=self.entry,
-            defines={"HEADS": heads, "D_QK": d_qk, define: int(scales)},
-        )
+def _variant(heads: int, d_qk: int, scales: bool) -> jit.Variant:
+    wide = heads == WIDE_HEADS
+    define = "ROW_SCALES" if wide else "KV_SCALES"
+    suffix = f"-{define.lower().replace('_', '-')}" if scales else ""
+    return jit.Variant(
+        name=f"prefill-h{heads}-d{d_qk}{suffix}",
+        source="sm90/prefill.cuh" if wide else "sm90/prefill_few_heads.cuh",
+        entry="sparse_mla_prefill" if wide else "sparse_mla_prefill_few_heads",
+        defines={"HEADS": heads, "D_QK": d_qk, define: int(scales)},
+    )
 
 
-WIDE = Family("wide", "sm90/prefill.cuh", "sparse_mla_prefill")
-FEW = Family("few", "sm90/prefill_few_heads.cuh", "sparse_mla_prefill_few_heads")
-
-KERNELS: dict[tuple[int, int, bool], jit.Variant] = {
-    **{
-        (WIDE_HEADS, d_qk, scales): WIDE.variant(WIDE_HEADS, d_qk, scales, "ROW_SCALES")
-        for d_qk in D_QK_SUPPORTED
-        for scales in (False, True)
-    },
-    **{
-        (heads, d_qk, scales): FEW.variant(heads, d_qk, scales, "KV_SCALES")
-        for heads in FEW_HEADS
-        for d_qk in D_QK_SUPPORTED
-        for scales in (False, True)
-    },
+KERNELS = {
+    (heads, d_qk, scales): _variant(heads, d_qk, scales)
+    for heads in (WIDE_HEADS, *FEW_HEADS)
+    for d_qk in D_QK_SUPPORTED
+    for scales in (False, True)
 }
-"""By heads a CTA, d_qk, and whether there are further scales: with 64 heads, more than one of q
+"""By heads an item, d_qk, and whether there are further scales: with 64 heads, more than one of q
 (which costs 5%); with fewer, those of KV tokens."""
 
 # Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md): what a CTA takes for a block

@@ -83,7 +83,7 @@ def _launch(q: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, given: b
             q.stride(1) * size if h_q > 1 else 0,
             s_q * h_q,
             h_q,
-            *_given_strides(scale),
+            *scale_strides(scale),
         ),
         PARAMS.size,
     )
@@ -92,7 +92,7 @@ def _launch(q: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, given: b
     kernel.launch((grid, 1, 1), (THREADS, 1, 1), 0, stream, ctypes.addressof(params))
 
 
-def _given_strides(scale: torch.Tensor) -> tuple[int, int]:
+def scale_strides(scale: torch.Tensor) -> tuple[int, int]:
     """Elements from a token's scale to the next, and from a head's: 0 where they share one."""
     if scale.numel() == 1:
         return 0, 0

@@ -62,17 +62,15 @@ class Ours(Peer):
         return dispatch.order(device.type)[0] == self.name
 
     def _strict(self, inputs: Inputs, outputs: Any) -> Any:
-        names = ("q", "kv", "indices", "sm_scale", "q_scale", "kv_scale")
         out, max_logits, lse = outputs
         return interface.sparse_mla_q8kv8_prefill_fwd(
-            *(getattr(inputs, name) for name in names), out=out, max_logits=max_logits, lse=lse
+            **vars(inputs), out=out, max_logits=max_logits, lse=lse
         )
 
     def _general(self, inputs: Inputs, outputs: Any) -> Any:
-        names = ("q", "kv", "indices", "sm_scale", "q_scale", "kv_scale")
         out, max_logits, lse = outputs
         return interface.sparse_mla_prefill(
-            *(getattr(inputs, name) for name in names),
+            **vars(inputs),
             return_stats=True, out=out, max_logits=max_logits, lse=lse, backend=self.name,
         )  # fmt: skip
 
