@@ -28,15 +28,9 @@
 
 constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
 constexpr int kHeads = HEADS;     // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
-constexpr int kBlock = 64;        // slots a block: N of S = Q K^T
 constexpr int kPair = 2 * kBlock;  // slots of a pair: they share a reference of the exponent and one addition to O
 constexpr int kStages = 5;        // blocks of K in shared memory
 constexpr int kLag = 1;           // blocks of copies in flight before the oldest must have landed
-constexpr int kLatentTile = 8192;  // 64 rows x 128 columns, 128-byte swizzle
-constexpr int kLatentTiles = kDv / 128;
-constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;  // 64 rows x 64 columns, 64-byte swizzle
-constexpr int kStageBytes = kLatentTiles * kLatentTile + kRopeTile;
-constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
 constexpr int kPBytes = kHeads * kPair;
 constexpr int kQSteps = D_QK / 32;  // k-steps of S = Q K^T
 constexpr int kQInRegisters = 11;  // the last of them, whose Q is in registers: what two blocks of S leave room for

@@ -28,16 +28,10 @@
 
 constexpr int kHeads = HEADS;  // N of both products
 constexpr bool kKvScales = KV_SCALES;
-constexpr int kBlock = 64;     // slots a block: M of S^T = K Q^T
 constexpr int kStages = 5;
 constexpr int kQAfter = 2;     // blocks of an item that go into the ring before its Q
 constexpr int kGroups = kHeads / 8;  // of 8 heads: columns of an accumulator fragment
 constexpr int kOwn = kHeads / 4;     // heads of which a thread holds elements
-constexpr int kLatentTile = 8192;    // 64 rows x 128 columns, 128-byte swizzle
-constexpr int kLatentTiles = kDv / 128;
-constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;   // 64 rows x 64 columns, 64-byte swizzle
-constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
-constexpr int kStageBytes = kRope + kRopeTile;
 constexpr int kQTile = kHeads * 128;  // Q in tiles like K's, kHeads rows each
 constexpr int kQRope = kLatentTiles * kQTile;
 constexpr int kQBytes = (kHeads * D_QK + 1023) / 1024 * 1024;  // the 128-byte swizzle repeats every 1,024 bytes

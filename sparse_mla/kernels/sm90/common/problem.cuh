@@ -28,6 +28,14 @@ struct PrefillParams {
 
 constexpr int kDv = 512;
 
+// A block of K in shared memory, a stage: the latent columns in tiles of 128, then the rope columns in one of 64.
+constexpr int kBlock = 64;         // slots
+constexpr int kLatentTile = 8192;  // 64 rows x 128 columns, 128-byte swizzle
+constexpr int kLatentTiles = kDv / 128;
+constexpr int kRopeTile = D_QK > kDv ? 4096 : 0;   // 64 rows x 64 columns, 64-byte swizzle
+constexpr int kRope = kLatentTiles * kLatentTile;  // offset of the rope tile in a stage
+constexpr int kStageBytes = kRope + kRopeTile;
+
 // The reference of the exponent sits kHeadroom below the running maximum: P lies in (0, 256] and the largest of a row is
 // 256, which e4m3 holds exactly. Probabilities down to 2^-14 of it are normal numbers, down to 2^-17 subnormal ones.
 constexpr float kHeadroom = 8.f;

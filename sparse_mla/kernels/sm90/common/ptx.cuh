@@ -79,10 +79,6 @@ DEVICE void store_shared_float(u32 shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-DEVICE void store_shared_float2(u32 shared, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(shared), "f"(x), "f"(y) : "memory");
-}
-
 DEVICE void store_shared_float4(u32 shared, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(shared), "f"(x), "f"(y), "f"(z), "f"(w) : "memory");
 }
@@ -206,13 +202,6 @@ DEVICE void cp_async_arrive(u32 barrier) {
 }
 
 // ---- 8x8 matrix loads and stores -------------------------------------------------------------------------------
-
-DEVICE void ldmatrix_x4(u32 (&r)[4], u32 shared) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(shared)
-               : "memory");
-}
 
 DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 shared) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
