@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +11,6 @@ from bench_results import results, row
 from sparse_mla.benchmarks import report
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install 'sparse-mla[plot]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, from pip")
-
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
-
-if not shutil.which(CHROMIUM):
-    pytest.skip(f"needs {CHROMIUM}: apt-get install chromium", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

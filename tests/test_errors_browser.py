@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,35 +17,13 @@ from sparse_mla.errors.explain import find, search
 from sparse_mla.errors.site import Release, build
 
 pytest.importorskip("jinja2", reason="needs Jinja2: pip install 'sparse-mla[site]'")
-playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, from pip")
 
-CHROMIUM = "/usr/bin/chromium"
-FLAGS = (
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
 MESSAGE = """\
 Traceback (most recent call last):
   File "serve.py", line 8, in <module>
 ValueError: sparse_mla_q8kv8_prefill_fwd requires h_kv=1, got 8
   kv has shape (4096, 8, 576): MLA keeps one latent head that all query heads share.
 """
-
-if not shutil.which(CHROMIUM):
-    pytest.skip(f"needs {CHROMIUM}: apt-get install chromium", allow_module_level=True)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with playwright.sync_playwright() as driver:
-        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="module")

@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernels import compiled
 
 from sparse_mla import BackendError, jit
 from sparse_mla.backends import sm90, sm90_plan
 from sparse_mla.params import PrefillProblem
 from sparse_mla.testing import Case, make_inputs, make_problem
+
+pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 REGISTERS = 65536
 """32-bit registers of a multiprocessor."""
@@ -31,22 +33,6 @@ LINES = 800
 SOURCES = sorted(p for p in jit.KERNELS.rglob("*") if p.suffix in (".cu", ".cuh"))
 PROBLEM = (jit.KERNELS / "sm90/common/problem.cuh").read_text()
 VARIANTS = {variant.name: variant for variant in sm90_plan.KERNELS.values()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def compiled(variant: jit.Variant) -> jit.Compiled:
-    try:
-        return jit.compile_variant(variant)
-    except BackendError as failure:
-        if failure.id == "nvrtc-missing":
-            pytest.skip(str(failure).splitlines()[0])
-        raise
 
 
 ROLES = {

@@ -6,16 +6,18 @@ import ctypes
 import math
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from kernels import compiled
 
 from sparse_mla import BackendError, dispatch, jit, quantize, sparse_mla_prefill
 from sparse_mla.backends import sm90, sm90_plan, sm90_quantize
+
+pytestmark = pytest.mark.usefixtures("kernel_cache")
 
 REGISTERS = 80
 """A thread: three CTAs of 256 threads on a multiprocessor, whose loads keep its memory busy."""
@@ -25,22 +27,6 @@ FIELDS = (
     "q", "given", "stored", "scale", "q_stride_token", "q_stride_head", "rows", "h_q",
     "given_stride_token", "given_stride_head",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
-def compiled(variant: jit.Variant) -> jit.Compiled:
-    try:
-        return jit.compile_variant(variant)
-    except BackendError as failure:
-        if failure.id == "nvrtc-missing":
-            pytest.skip(str(failure).splitlines()[0])
-        raise
 
 
 @pytest.mark.parametrize("name", VARIANTS)

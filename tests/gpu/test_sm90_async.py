@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +18,7 @@ from hopper import (
     bits,
     drawn,
     general,
+    no_waiting,
     results,
     scalar,
     strict,
@@ -54,16 +53,6 @@ def overwrite(static: Inputs, new: Inputs) -> None:
     for name, tensor in vars(static).items():
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(getattr(new, name))
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    """Whatever waits for the GPU is an error in here."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.cuda_only

@@ -7,13 +7,22 @@ there computes the canonical NaN, whose byte is 0x7F; a CPU keeps the sign that 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hopper import BACKEND, DEVICE, E4M3, ON_GPU, assert_equal_bits, bits, drawn, generator
+from hopper import (
+    BACKEND,
+    DEVICE,
+    E4M3,
+    ON_GPU,
+    assert_equal_bits,
+    bits,
+    drawn,
+    generator,
+    no_waiting,
+)
 
 from sparse_mla import dispatch, jit, quantize, sparse_mla_prefill
 from sparse_mla.backends import sm90, sm90_quantize
@@ -328,15 +337,6 @@ def test_another_backend_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSE_MLA_BACKEND", "reference")
     sparse_mla_prefill(**inputs_of(h_q=2))
     assert dispatch.last_backend() == "reference"
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.cuda_only
