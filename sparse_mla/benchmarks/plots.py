@@ -59,9 +59,14 @@ def _largest_family(
 
 
 def _lines(
-    results: dict[str, Any], axes: Any, rows: list[Row], vary: str, value: Callable[[Row], float]
+    results: dict[str, Any],
+    axes: Any,
+    rows: list[Row],
+    vary: str,
+    value: Callable[[Row], float],
+    labels: tuple[str, str],
 ) -> None:
-    """A line a peer in the mood that lasts, and ours in a burst, dashed."""
+    """A line a peer in the mood that lasts, and ours in a burst, dashed; ``vary`` in octaves."""
     names, moods = series(results), table.moods(results)
     mine = table.lead(results)
     wanted = [(name, moods[0]) for name in names]
@@ -85,6 +90,10 @@ def _lines(
             alpha=0.6 if dashed else 1.0,
             label=f"{label(results, name)}{', burst' if dashed else ''}",
         )
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(labels[0])
+    axes.set_ylabel(labels[1])
+    _legend(axes)
 
 
 def _legend(axes: Any, columns: int = 2) -> None:
@@ -106,13 +115,10 @@ def by_context(results: dict[str, Any]) -> Plot | None:
     unit, factor = table.rate_unit(results)
 
     def draw(axes: Any) -> None:
-        _lines(results, axes, rows, "s_kv", lambda row: row.figure["tflops"] * factor)
-        axes.set_xscale("log", base=2)
+        labels = ("cached rows (s_kv)", unit)
+        _lines(results, axes, rows, "s_kv", lambda row: row.figure["tflops"] * factor, labels)
         ticks(axes.xaxis, contexts, {rows: name for name, rows in CONTEXTS.items()})
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("cached rows (s_kv)")
-        axes.set_ylabel(unit)
-        _legend(axes)
 
     return Plot("context", f"{unit} by context", _conditions(results, fixed), draw)
 
@@ -127,13 +133,10 @@ def by_heads(results: dict[str, Any]) -> Plot | None:
     unit, factor = table.rate_unit(results)
 
     def draw(axes: Any) -> None:
-        _lines(results, axes, rows, "h_q", lambda row: row.figure["tflops"] * factor)
-        axes.set_xscale("log", base=2)
+        labels = ("query heads (h_q)", unit)
+        _lines(results, axes, rows, "h_q", lambda row: row.figure["tflops"] * factor, labels)
         ticks(axes.xaxis, heads)
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("query heads (h_q)")
-        axes.set_ylabel(unit)
-        _legend(axes)
 
     caption = _conditions(results, fixed)
     caption += " Fewer heads reuse a gathered row less often. Padded heads are not counted as work."
@@ -150,13 +153,10 @@ def few_queries(results: dict[str, Any]) -> Plot | None:
         return None
 
     def draw(axes: Any) -> None:
-        _lines(results, axes, rows, "s_q", lambda row: row.figure["median_ms"] * 1e3)
-        axes.set_xscale("log", base=2)
+        labels = ("query tokens (s_q)", "time of a call [µs]")
+        _lines(results, axes, rows, "s_q", lambda row: row.figure["median_ms"] * 1e3, labels)
         axes.set_yscale("log")
         ticks(axes.xaxis, counts)
-        axes.set_xlabel("query tokens (s_q)")
-        axes.set_ylabel("time of a call [µs]")
-        _legend(axes)
 
     return Plot("queries", "Time by number of queries", _conditions(results, fixed), draw)
 
