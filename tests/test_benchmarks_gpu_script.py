@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from sparse_mla.backends import sm90
+from sparse_mla import jit, quantize
+from sparse_mla.backends import cpu, sm90, sm90_quantize
+from sparse_mla.backends.sm90_plan import WIDE_HEADS
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks/gpu.py"
 JUNIT = """<testsuites><testsuite>
@@ -43,34 +49,190 @@ def test_tests_are_counted(script: ModuleType, tmp_path: Path) -> None:
     assert script.counted(tmp_path / "none.xml") == {"passed": 0, "failed": [], "skipped": 0}
 
 
-def test_the_small_problems_take_every_kernel(script: ModuleType) -> None:
+@pytest.mark.parametrize(("cores", "wanted"), [(3, 3), (99, 8)])
+def test_tests_run_side_by_side_where_they_can(
+    cores: int, wanted: int, script: ModuleType, monkeypatch: Any
+) -> None:
+    commands = []
+
+    def run(command: list[str], **_: Any) -> Any:
+        commands.append(command)
+        return SimpleNamespace(returncode=5)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert script.run_tests()["ok"] is False
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "xdist")
+    script.run_tests()
+    assert "-n" not in commands[0]
+    assert commands[1][commands[1].index("-n") + 1] == str(wanted)
+
+
+def test_the_small_problems_take_every_kernel_split_and_not(script: ModuleType) -> None:
     taken = set()
-    for case, part in script.small_problems():
+    for case, parts in script.small_problems():
         several = case.scales != "tensor"
-        taken.add((part.heads_per_item, case.d_qk, several))
-        assert case.s_q > 132  # so that a CTA has more than one item
-    assert taken == set(sm90.KERNELS)
+        for part in parts:
+            taken.add((part.heads_per_item, case.d_qk, several, part.ctas_per_item > 1))
+            assert part.groups * part.heads_per_item > part.heads  # the last group is not full
+            if part.ctas_per_item == 1:
+                assert case.s_q * part.groups > 2 * script.SMALL_GRID  # several items to a CTA
+    every = {(*kernel, split) for kernel in sm90.KERNELS for split in (False, True)}
+    assert taken == {kernel for kernel in every if not (kernel[0] == WIDE_HEADS and kernel[3])}
 
 
-def stand_in(tmp_path: Path, code: int) -> Path:
-    """A program in the place of compute-sanitizer: says which tool it was asked for, and fails."""
+@pytest.fixture
+def on_a_cpu(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """``--small`` with the CPU in the place of the GPU: which variants and parts it asks for."""
+    asked: dict[str, Any] = {"variants": {}, "parts": []}
+
+    def load(variant: Any, device: int) -> Any:
+        return asked["variants"].setdefault(variant, SimpleNamespace(multiprocessors=132))
+
+    def launch(problem: Any, part: Any) -> None:
+        asked["parts"].append((problem.d_qk, part))
+        cpu.run(problem)
+
+    monkeypatch.setenv("SPARSE_MLA_CPU_COMPUTE", "float32")
+    monkeypatch.setattr(script, "DEVICE", "cpu")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(jit, "load", load)
+    monkeypatch.setattr(sm90, "available", lambda: None)
+    monkeypatch.setattr(sm90, "launch", launch)
+    monkeypatch.setattr(sm90_quantize, "quantize_queries", quantize.quantize_queries)
+    return asked
+
+
+def test_small_shapes_of_every_kernel(
+    on_a_cpu: dict[str, Any], script: ModuleType, capsys: Any
+) -> None:
+    assert script.main(["--small"]) == 0
+    assert set(on_a_cpu["variants"]) == set(sm90.KERNELS.values())
+    assert {k.multiprocessors for k in on_a_cpu["variants"].values()} == {script.SMALL_GRID}
+    parts = [(case.d_qk, part) for case, parts in script.small_problems() for part in parts]
+    assert on_a_cpu["parts"] == parts
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("launch: ")]
+    assert len(said) == len(set(said)) == len(parts) + 4 * len(sm90_quantize.KERNELS)
+
+
+def test_a_kernel_that_writes_nothing_is_found(
+    on_a_cpu: Any, script: ModuleType, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(sm90, "launch", lambda problem, part: None)
+    with pytest.raises(AssertionError, match="out column 0 of query 0"):
+        script.main(["--small"])
+
+
+def test_a_quantiser_that_is_off_is_found(
+    on_a_cpu: Any, script: ModuleType, monkeypatch: Any
+) -> None:
+    def off(q: torch.Tensor, q_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        stored, scale = quantize.quantize_queries(q, q_scale)
+        stored.view(torch.uint8)[-1, -1, -1] ^= 1
+        return stored, scale
+
+    monkeypatch.setattr(sm90_quantize, "quantize_queries", off)
+    with pytest.raises(AssertionError, match="other bytes"):
+        script.main(["--small"])
+
+
+RACES = """========= COMPUTE-SANITIZER
+launch: quantize one
+launch: few heads
+========= Error: Race reported between Write access at sparse_mla_prefill_few_heads+0x10
+=========     and Read access at sparse_mla_prefill_few_heads+0x20 [508 hazards]
+=========
+========= Error: Race reported between Write access at sparse_mla_prefill_few_heads+0x10
+=========     and Write access at sparse_mla_prefill_few_heads+0x30 [8 hazards]
+========= Warning: Race reported between Write access at sparse_mla_prefill+0x40
+=========     and Read access at sparse_mla_prefill+0x50 [1 hazards]
+=========
+launch: wide
+========= Program hit an error
+=========     Saved host backtrace
+========= RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)
+"""
+
+
+def test_findings_are_told_apart_by_kernel_and_launch(script: ModuleType) -> None:
+    found = script.judged(RACES)
+    assert found["by_kernel"] == {
+        "sparse_mla_prefill_few_heads": 2,
+        "sparse_mla_prefill": 1,
+        "elsewhere": 1,
+    }
+    assert [(f["launch"], f["count"]) for f in found["findings"]] == [
+        ("few heads", 2),
+        ("few heads", 1),
+        ("wide", 1),
+    ]
+    assert found["findings"][0]["text"].endswith("+0x20 [508 hazards]")
+    assert found["findings"][2]["text"] == "Program hit an error\n    Saved host backtrace"
+    assert (found["launches"], found["last_launch"]) == (3, "wide")
+    assert found["summary"] == "RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)"
+
+
+def stand_in(tmp_path: Path, last: str) -> Path:
+    """A program in the place of compute-sanitizer: what it was asked for, then ``last``."""
     program = tmp_path / "sanitizer"
-    program.write_text(f'#!/bin/sh\necho "========= $2 SUMMARY: {code} errors"\nexit {code}\n')
+    lines = (
+        'echo "launch: $*"',
+        'echo "launch: caching $PYTORCH_NO_CUDA_MEMORY_CACHING"',
+        'echo "========= $2 SUMMARY: some errors"',
+        last,
+    )
+    program.write_text("#!/bin/sh\n" + "\n".join(lines) + "\n")
     program.chmod(0o755)
     return program
+
+
+def sanitized(script: ModuleType, tmp_path: Path, last: str, *more: str) -> tuple[int, Any]:
+    """Exit code, and the sanitizers' part of the JSON."""
+    output = tmp_path / "out.json"
+    given = ["--skip", "tests", "--skip", "bench", "-o", str(output), *more]
+    code = script.main([*given, "--sanitizer", str(stand_in(tmp_path, last))])
+    return code, json.loads(output.read_text())["sanitizers"]
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (99, 1)])
 def test_what_a_sanitizer_finds(
     code: int, expected: int, script: ModuleType, tmp_path: Path, capsys: Any
 ) -> None:
-    output = tmp_path / "out.json"
-    given = ["--skip", "tests", "--skip", "bench", "-o", str(output)]
-    assert script.main([*given, "--sanitizer", str(stand_in(tmp_path, code))]) == expected
-    report = json.loads(output.read_text())["sanitizers"]
-    assert report["ok"] is (code == 0)
-    assert report["racecheck"]["said"] == [f"========= racecheck SUMMARY: {code} errors"]
-    assert f"SUMMARY: {code} errors" in capsys.readouterr().out
+    found, report = sanitized(script, tmp_path, f"exit {code}")
+    assert (found, report["ok"]) == (expected, code == 0)
+    assert report["racecheck"]["summary"] == "racecheck SUMMARY: some errors"
+    assert report["racecheck"]["last_launch"] == "caching 1"
+    verdict = "clean" if code == 0 else "exit code 99"
+    table = capsys.readouterr().out
+    assert f"racecheck   {verdict}, 2 launches; racecheck SUMMARY: some errors" in table
+
+
+def test_what_a_sanitizer_is_asked_for(script: ModuleType, tmp_path: Path) -> None:
+    _, report = sanitized(script, tmp_path, "exit 0")
+    asked = {tool: report[tool]["said_last"].splitlines()[0] for tool in script.TOOLS}
+    ports = {text.partition("--port ")[2].partition(" ")[0] for text in asked.values()}
+    assert len(ports) == 3  # side by side, each by its own
+    for tool, text in asked.items():
+        assert text.startswith(f"launch: --tool {tool} ")
+        assert " --kernel-name kernel_substring=sparse_mla " in text
+        assert text.endswith(f"{SCRIPT} --small")
+    for variant in (*sm90.KERNELS.values(), *sm90_quantize.KERNELS.values()):
+        assert "sparse_mla" in variant.entry
+
+
+def test_a_sanitizer_that_takes_too_long(script: ModuleType, tmp_path: Path, capsys: Any) -> None:
+    """It is stopped with what it has started, and what it found until then is kept."""
+    left = tmp_path / "left"
+    last = f"(sleep 3; touch {left}) &\nwait"
+    code, report = sanitized(script, tmp_path, last, "--limit", "1")
+    assert code == 1
+    assert report["memcheck"]["exit_code"] is None
+    assert report["memcheck"]["summary"] == "memcheck SUMMARY: some errors"
+    said = "did not end within 1 s (--limit), in launch 2: caching 1"
+    assert f"memcheck    {said}" in capsys.readouterr().out
+    time.sleep(2.5)
+    assert not left.exists()
 
 
 def test_a_sanitizer_that_is_not_there(script: ModuleType, tmp_path: Path, capsys: Any) -> None:
