@@ -3,14 +3,9 @@
     python benchmarks/gpu.py [--skip PART ...] [--sanitizer PROGRAM] [--limit SECONDS] -o FILE
 
 runs the tests marked ``gpu`` (several at a time where pytest-xdist is installed), every kernel on
-small shapes under compute-sanitizer (memcheck, racecheck and synccheck side by side), and
-``sparse-mla bench``. One JSON holds what each of them said, and a short table is printed last. Exit
-codes: 0 all is well, 1 something failed, 2 usage.
-
-    python benchmarks/gpu.py --small
-
-is what runs under the sanitizers: each kernel on shapes of a few blocks. Nothing but these kernels
-runs on the GPU: inputs are drawn and results compared with float64 on the CPU.
+small shapes (``gpu_small.py``) under compute-sanitizer (memcheck, racecheck and synccheck side by
+side), and ``sparse-mla bench``. One JSON holds what each of them said, and a short table is printed
+last. Exit codes: 0 all is well, 1 something failed, 2 usage.
 """
 
 from __future__ import annotations
@@ -27,12 +22,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-ROOT = Path(__file__).resolve().parent.parent
+from gpu_small import LAUNCH, STOPPED, TOOK
+
+HERE = Path(__file__).resolve().parent
+ROOT, SMALL = HERE.parent, HERE / "gpu_small.py"
 sys.path[:0] = [str(ROOT)]
 
 PARTS = ("tests", "sanitizers", "bench")
@@ -45,27 +42,22 @@ SANITIZER_OPTIONS = (
     "--show-backtrace", "device",  # the host's frames are Python's
     "--print-limit", "0",  # else the findings in one kernel hide those in the next
 )  # fmt: skip
-SANITIZER_ENVIRONMENT = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-"""Each tensor is an allocation of its own: in torch's large blocks memcheck sees no end of one."""
+SANITIZER_ENVIRONMENT = {
+    # Each tensor is an allocation of its own: in torch's large blocks memcheck sees no end of one.
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+    "OMP_NUM_THREADS": "2",  # of three processes that compare side by side
+}
 FIRST_PORT = 49152
 """Each tool gets ports of its own to talk to its process."""
 LIMIT_SECONDS = 240.0
+GRACE_SECONDS = 60.0
+"""After the limit a process ends by itself with its launch, so that its tool reports; or not."""
 KEPT = 40
 """Different findings of a tool that are kept whole."""
 
 BENCH = "import sys; from sparse_mla.cli import main; sys.argv[0] = 'sparse-mla'; main()"
 MOST_PROCESSES = 8
 """Of tests, at a time; they share one GPU."""
-
-DEVICE = "cuda"
-LAUNCH = "launch: "
-"""What ``--small`` says before each launch, so that a finding can be told apart from others."""
-SMALL_GRID = 8
-"""CTAs of a launch there: few queries are then several items to each of them."""
-SMALL_LENGTHS = (710, 0, 64, 330, 1, 129, 450)
-"""Slots of the queries: no block, whole ones, parts of one, and more than a kernel has stages."""
-SMALL_CTAS = {8: 2, 16: 4, 32: 8}
-"""CTAs that share an item, by its heads."""
 
 
 def run_tests() -> dict[str, Any]:
@@ -101,7 +93,8 @@ def counted(report: Path) -> dict[str, Any]:
 
 
 def run_sanitizers(program: str, limit: float) -> dict[str, Any]:
-    """Every tool over ``--small``, side by side; what each found within ``limit`` seconds."""
+    """Every tool over ``gpu_small.py``, side by side; what each found within ``limit`` seconds."""
+    small = [sys.executable, str(SMALL), "--limit", str(limit)]
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         running = {}
@@ -110,17 +103,18 @@ def run_sanitizers(program: str, limit: float) -> dict[str, Any]:
             command += ["--port", str(FIRST_PORT + 100 * number)]
             with (Path(folder) / tool).open("w") as output:
                 running[tool] = subprocess.Popen(
-                    [*command, sys.executable, __file__, "--small"],
+                    [*command, *small],
                     cwd=ROOT,
                     env={**os.environ, **SANITIZER_ENVIRONMENT},
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # so that what it started can be stopped with it
                 )
-        codes = dict.fromkeys(TOOLS) | ended(running, start + limit)
+        codes = ended(running, start, limit + GRACE_SECONDS)
         found = {
             tool: {
-                "exit_code": codes[tool],
+                "exit_code": codes[tool][0],
+                "seconds": codes[tool][1],
                 "limit_seconds": limit,
                 **judged((Path(folder) / tool).read_text(errors="replace")),
             }
@@ -129,23 +123,29 @@ def run_sanitizers(program: str, limit: float) -> dict[str, Any]:
     return {"ok": all(entry["exit_code"] == 0 for entry in found.values()), **found}
 
 
-def ended(running: dict[str, subprocess.Popen[bytes]], deadline: float) -> dict[str, int]:
-    """Exit codes of the processes that end before ``deadline``; the others are stopped."""
-    codes = {}
-    for name, process in running.items():
-        try:
-            codes[name] = process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return codes
+def ended(
+    running: dict[str, subprocess.Popen[bytes]], start: float, limit: float
+) -> dict[str, tuple[int | None, float]]:
+    """Exit code and seconds of each process; ``None`` of those stopped at the limit."""
+    found: dict[str, tuple[int | None, float]] = {}
+    while len(found) < len(running):
+        seconds = time.monotonic() - start
+        for name, process in running.items():
+            if name not in found and process.poll() is not None:
+                found[name] = process.returncode, seconds
+            elif name not in found and seconds > limit:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                found[name] = None, seconds
+        time.sleep(0.05)
+    return found
 
 
 def judged(said: str) -> dict[str, Any]:
     """What a tool's output says: launches, findings by kernel, the first of each kind whole."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     counts: dict[str, int] = {}
-    launches = [line.removeprefix(LAUNCH) for line in said.splitlines() if line.startswith(LAUNCH)]
+    launches = said_behind(LAUNCH, said)
     for launch, text in findings(said):
         name = re.search(r"\bsparse_mla_\w+", text)
         kernel = name[0] if name else "elsewhere"
@@ -159,11 +159,18 @@ def judged(said: str) -> dict[str, Any]:
     return {
         "launches": len(launches),
         "last_launch": launches[-1] if launches else None,
+        "seconds_of_launches": [float(text) for text in said_behind(TOOK, said)],
+        "stopped": (said_behind(STOPPED, said) or [None])[0],
         "summary": summary[-1] if summary else None,
         "by_kernel": counts,
         "findings": list(found.values())[:KEPT],
         "said_last": said[-2000:],
     }
+
+
+def said_behind(word: str, said: str) -> list[str]:
+    """What follows ``word`` in the lines that begin with it."""
+    return [line.removeprefix(word) for line in said.splitlines() if line.startswith(word)]
 
 
 def findings(said: str) -> Iterator[tuple[str | None, str]]:
@@ -194,106 +201,6 @@ def run_bench(folder: Path) -> dict[str, Any]:
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     results = json.loads(output.read_text()) if output.exists() else None
     return {"ok": code == 0, "exit_code": code, "results": results}
-
-
-def run_small() -> int:
-    """Every kernel on small shapes, each compared with what the CPU computes."""
-    import torch
-
-    from sparse_mla import jit
-    from sparse_mla.backends import sm90
-
-    reason = sm90.available()
-    if reason is not None:
-        print(f"error: the kernels do not run here: {reason}", file=sys.stderr)
-        return 2
-    for variant in sm90.KERNELS.values():
-        jit.load(variant, torch.cuda.current_device()).multiprocessors = SMALL_GRID
-    run_small_queries()
-    for case, parts in small_problems():
-        run_small_prefills(case, parts)
-    return 0
-
-
-def run_small_queries() -> None:
-    """The quantiser: each dtype and width, rows of aligned starts and others, scales of both kinds.
-
-    Thirty-five rows leave its last CTA and warp with some to spare.
-    """
-    import torch
-
-    from sparse_mla import quantize
-    from sparse_mla.backends import sm90_quantize
-
-    s_q, h_q = 5, 7
-    generator = torch.Generator().manual_seed(0)
-    scales = torch.rand(s_q, h_q, generator=generator) + 0.01
-    for d_qk, dtype in sm90_quantize.KERNELS:
-        for before in (0, 1):
-            rows = torch.randn(s_q, h_q, before + d_qk, generator=generator).to(dtype)
-            rows[2, 3] = 0.0
-            for given in (None, scales):
-                print(f"{LAUNCH}quantize d{d_qk} {dtype}, {before} elements before a row, ", end="")
-                print("scales of its own" if given is None else "scales given", flush=True)
-                q, q_scale = rows.to(DEVICE), None if given is None else given.to(DEVICE)
-                got = sm90_quantize.quantize_queries(q[..., before:], q_scale)
-                want = quantize.quantize_queries(rows[..., before:], given)
-                for a, b in zip(got, want, strict=True):
-                    if not torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)):
-                        raise AssertionError("other bytes than the CPU's")
-
-
-def run_small_prefills(case: Any, parts: list[Any]) -> None:
-    """Launches of one case, compared with float64 on the CPU."""
-    import torch
-
-    from sparse_mla.backends import sm90
-    from sparse_mla.backends.sm90_plan import WIDE_HEADS
-    from sparse_mla.testing import (
-        Tolerance,
-        allocate_outputs,
-        compare,
-        expected,
-        make_inputs,
-        make_problem,
-    )
-    from sparse_mla.testing.cases import to_device
-
-    limits = Tolerance(out=0.0625, absolute=1.6e-2, relative=1e-3)
-    lengths = torch.tensor(SMALL_LENGTHS, dtype=torch.int32)
-    inputs = replace(make_inputs(case), topk_length=lengths)
-    if parts[0].heads_per_item == WIDE_HEADS and inputs.kv_scale is not None:
-        inputs = replace(inputs, kv_scale=inputs.kv_scale[:1].clone())  # it takes one
-    want = expected(make_problem(inputs))
-    for part in parts:
-        print(f"{LAUNCH}{case}, {part}", flush=True)
-        outputs = tuple(x.to(DEVICE) for x in allocate_outputs(inputs))
-        problem = make_problem(to_device(inputs, DEVICE), outputs)
-        sm90.launch(problem, part)
-        results = tuple(x.cpu() for x in (problem.out, problem.max_logits, problem.lse))
-        compare(make_problem(inputs, results), limits, against=want)
-
-
-def small_problems() -> Iterator[tuple[Any, list[Any]]]:
-    """Cases, and launches of each, that between them take every kernel, split and not: three groups
-    of heads, the last not full, both widths, one scale and many.
-    """
-    from sparse_mla.backends.sm90_plan import FEW_HEADS, WIDE_HEADS, Part
-    from sparse_mla.params import D_QK_SUPPORTED
-    from sparse_mla.testing import Case
-
-    for size in (WIDE_HEADS, *FEW_HEADS):
-        for d_qk in D_QK_SUPPORTED:
-            for scales in ("tensor", "token-head"):
-                heads = 2 * size + 4
-                case = Case(
-                    f"prefill h{heads} d{d_qk} {scales} scales", len(SMALL_LENGTHS), 900, heads,
-                    d_qk, topk=max(SMALL_LENGTHS), pattern="holes", sink="normal", scales=scales,
-                )  # fmt: skip
-                parts = [Part(size, 0, heads)]
-                if size != WIDE_HEADS:
-                    parts.append(Part(size, 0, heads, SMALL_CTAS[size]))
-                yield case, parts
 
 
 def table(report: dict[str, Any]) -> str:
@@ -331,21 +238,23 @@ def table(report: dict[str, Any]) -> str:
 
 def verdict(entry: dict[str, Any]) -> str:
     """A tool's result in a line."""
-    if entry["exit_code"] is None:
+    code = entry["exit_code"]
+    if code is None:
         return (
-            f"did not end within {entry['limit_seconds']:g} s (--limit), in launch "
-            f"{entry['launches']}: {entry['last_launch']}"
+            f"killed {GRACE_SECONDS:g} s after its {entry['limit_seconds']:g} s (--limit), "
+            f"in launch {entry['launches']}, {entry['last_launch']}"
         )
-    said = f"{entry['launches']} launches; {entry['summary'] or entry['said_last'].strip()}"
-    return (
-        f"clean, {said}" if entry["exit_code"] == 0 else f"exit code {entry['exit_code']}, {said}"
-    )
+    said = entry["summary"] or "".join(entry["said_last"].strip().splitlines()[-1:])
+    if entry["stopped"] is not None:
+        found = f"stopped after {entry['limit_seconds']:g} s (--limit) {entry['stopped']}"
+    else:
+        found = "clean" if code == 0 else f"exit code {code}"
+    return f"{found}; {entry['launches']} launches in {entry['seconds']:.0f} s; {said}"
 
 
 def main(arguments: list[str]) -> int:
     """Run what is asked for; the exit code."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
-    parser.add_argument("--small", action="store_true", help="small shapes, for a sanitizer")
     parser.add_argument("--skip", action="append", default=[], choices=PARTS, metavar="PART")
     parser.add_argument("--sanitizer", default="compute-sanitizer", metavar="PROGRAM")
     parser.add_argument(
@@ -353,8 +262,6 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the JSON")
     given = parser.parse_args(arguments)
-    if given.small:
-        return run_small()
     if given.output is None:
         parser.error("-o FILE is wanted: where the JSON goes")
     from sparse_mla.benchmarks.results import write_text

@@ -1,4 +1,5 @@
-"""``benchmarks/gpu.py``: what it makes of what tests, sanitizers and the benchmark say."""
+"""``benchmarks/gpu.py`` and ``gpu_small.py``: what they make of what tests, sanitizers and the
+benchmark say, and what runs under the sanitizers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from sparse_mla import jit, quantize
 from sparse_mla.backends import cpu, sm90, sm90_quantize
 from sparse_mla.backends.sm90_plan import WIDE_HEADS
 
-SCRIPT = Path(__file__).parent.parent / "benchmarks/gpu.py"
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.a" name="one"/>
 <testcase classname="tests.a" name="two"><failure message="x"/></testcase>
@@ -28,15 +29,24 @@ JUNIT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = importlib.util.spec_from_file_location("gpu_script", SCRIPT)
+def loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])  # as when it is run
+    spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return loaded("gpu", monkeypatch)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    return loaded("gpu_small", monkeypatch)
 
 
 def test_tests_are_counted(script: ModuleType, tmp_path: Path) -> None:
@@ -69,22 +79,22 @@ def test_tests_run_side_by_side_where_they_can(
     assert commands[1][commands[1].index("-n") + 1] == str(wanted)
 
 
-def test_the_small_problems_take_every_kernel_split_and_not(script: ModuleType) -> None:
+def test_the_small_problems_take_every_kernel_split_and_not(small: ModuleType) -> None:
     taken = set()
-    for case, parts in script.small_problems():
+    for case, parts in small.problems():
         several = case.scales != "tensor"
         for part in parts:
             taken.add((part.heads_per_item, case.d_qk, several, part.ctas_per_item > 1))
             assert part.groups * part.heads_per_item > part.heads  # the last group is not full
             if part.ctas_per_item == 1:
-                assert case.s_q * part.groups > 2 * script.SMALL_GRID  # several items to a CTA
+                assert case.s_q * part.groups > 2 * small.GRID  # several items to a CTA
     every = {(*kernel, split) for kernel in sm90.KERNELS for split in (False, True)}
     assert taken == {kernel for kernel in every if not (kernel[0] == WIDE_HEADS and kernel[3])}
 
 
 @pytest.fixture
-def on_a_cpu(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """``--small`` with the CPU in the place of the GPU: which variants and parts it asks for."""
+def on_a_cpu(small: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The CPU in the place of the GPU: which variants and parts are asked for."""
     asked: dict[str, Any] = {"variants": {}, "parts": []}
 
     def load(variant: Any, device: int) -> Any:
@@ -95,7 +105,7 @@ def on_a_cpu(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
         cpu.run(problem)
 
     monkeypatch.setenv("SPARSE_MLA_CPU_COMPUTE", "float32")
-    monkeypatch.setattr(script, "DEVICE", "cpu")
+    monkeypatch.setattr(small, "DEVICE", "cpu")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(jit, "load", load)
     monkeypatch.setattr(sm90, "available", lambda: None)
@@ -105,27 +115,36 @@ def on_a_cpu(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> dict[str, A
 
 
 def test_small_shapes_of_every_kernel(
-    on_a_cpu: dict[str, Any], script: ModuleType, capsys: Any
+    on_a_cpu: dict[str, Any], small: ModuleType, capsys: Any
 ) -> None:
-    assert script.main(["--small"]) == 0
+    assert small.main([]) == 0
     assert set(on_a_cpu["variants"]) == set(sm90.KERNELS.values())
-    assert {k.multiprocessors for k in on_a_cpu["variants"].values()} == {script.SMALL_GRID}
-    parts = [(case.d_qk, part) for case, parts in script.small_problems() for part in parts]
+    assert {k.multiprocessors for k in on_a_cpu["variants"].values()} == {small.GRID}
+    parts = [(case.d_qk, part) for case, parts in small.problems() for part in parts]
     assert on_a_cpu["parts"] == parts
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("launch: ")]
     assert len(said) == len(set(said)) == len(parts) + 4 * len(sm90_quantize.KERNELS)
 
 
+def test_small_shapes_end_between_launches_when_their_time_is_up(
+    on_a_cpu: dict[str, Any], small: ModuleType, capsys: Any
+) -> None:
+    assert small.main(["--limit", "-1"]) == small.UNFINISHED
+    said = capsys.readouterr().out
+    assert said.startswith("stopped: before launch 1 of 52, quantize d512 torch.bfloat16, 0 ")
+    assert on_a_cpu["parts"] == []
+
+
 def test_a_kernel_that_writes_nothing_is_found(
-    on_a_cpu: Any, script: ModuleType, monkeypatch: Any
+    on_a_cpu: Any, small: ModuleType, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(sm90, "launch", lambda problem, part: None)
     with pytest.raises(AssertionError, match="out column 0 of query 0"):
-        script.main(["--small"])
+        small.main([])
 
 
 def test_a_quantiser_that_is_off_is_found(
-    on_a_cpu: Any, script: ModuleType, monkeypatch: Any
+    on_a_cpu: Any, small: ModuleType, monkeypatch: Any
 ) -> None:
     def off(q: torch.Tensor, q_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         stored, scale = quantize.quantize_queries(q, q_scale)
@@ -134,11 +153,12 @@ def test_a_quantiser_that_is_off_is_found(
 
     monkeypatch.setattr(sm90_quantize, "quantize_queries", off)
     with pytest.raises(AssertionError, match="other bytes"):
-        script.main(["--small"])
+        small.main([])
 
 
 RACES = """========= COMPUTE-SANITIZER
 launch: quantize one
+took: 0.25
 launch: few heads
 ========= Error: Race reported between Write access at sparse_mla_prefill_few_heads+0x10
 =========     and Read access at sparse_mla_prefill_few_heads+0x20 [508 hazards]
@@ -170,7 +190,10 @@ def test_findings_are_told_apart_by_kernel_and_launch(script: ModuleType) -> Non
     assert found["findings"][0]["text"].endswith("+0x20 [508 hazards]")
     assert found["findings"][2]["text"] == "Program hit an error\n    Saved host backtrace"
     assert (found["launches"], found["last_launch"]) == (3, "wide")
+    assert (found["seconds_of_launches"], found["stopped"]) == ([0.25], None)
     assert found["summary"] == "RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)"
+    cut_off = script.judged(RACES.partition("=========\n")[0])  # of a tool that was killed
+    assert (cut_off["by_kernel"], cut_off["summary"]) == ({"sparse_mla_prefill_few_heads": 1}, None)
 
 
 def stand_in(tmp_path: Path, last: str) -> Path:
@@ -205,7 +228,7 @@ def test_what_a_sanitizer_finds(
     assert report["racecheck"]["last_launch"] == "caching 1"
     verdict = "clean" if code == 0 else "exit code 99"
     table = capsys.readouterr().out
-    assert f"racecheck   {verdict}, 2 launches; racecheck SUMMARY: some errors" in table
+    assert f"racecheck   {verdict}; 2 launches in 0 s; racecheck SUMMARY: some errors\n" in table
 
 
 def test_what_a_sanitizer_is_asked_for(script: ModuleType, tmp_path: Path) -> None:
@@ -216,20 +239,36 @@ def test_what_a_sanitizer_is_asked_for(script: ModuleType, tmp_path: Path) -> No
     for tool, text in asked.items():
         assert text.startswith(f"launch: --tool {tool} ")
         assert " --kernel-name kernel_substring=sparse_mla " in text
-        assert text.endswith(f"{SCRIPT} --small")
+        assert text.endswith(f"{BENCHMARKS / 'gpu_small.py'} --limit {script.LIMIT_SECONDS}")
     for variant in (*sm90.KERNELS.values(), *sm90_quantize.KERNELS.values()):
         assert "sparse_mla" in variant.entry
 
 
-def test_a_sanitizer_that_takes_too_long(script: ModuleType, tmp_path: Path, capsys: Any) -> None:
-    """It is stopped with what it has started, and what it found until then is kept."""
+def test_a_sanitizer_whose_process_stops_at_the_limit(
+    script: ModuleType, tmp_path: Path, capsys: Any
+) -> None:
+    last = 'echo "stopped: before launch 3 of 9, wide"\nexit 3'
+    code, report = sanitized(script, tmp_path, last, "--limit", "60")
+    assert code == 1
+    assert report["memcheck"]["stopped"] == "before launch 3 of 9, wide"
+    said = (
+        "stopped after 60 s (--limit) before launch 3 of 9, wide; 2 launches in 0 s; memcheck SUM"
+    )
+    assert f"memcheck    {said}" in capsys.readouterr().out
+
+
+def test_a_sanitizer_that_does_not_end(
+    script: ModuleType, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is killed with what it has started, and what it found until then is kept."""
     left = tmp_path / "left"
+    monkeypatch.setattr(script, "GRACE_SECONDS", 0.5)
     last = f"(sleep 3; touch {left}) &\nwait"
-    code, report = sanitized(script, tmp_path, last, "--limit", "1")
+    code, report = sanitized(script, tmp_path, last, "--limit", "0.5")
     assert code == 1
     assert report["memcheck"]["exit_code"] is None
     assert report["memcheck"]["summary"] == "memcheck SUMMARY: some errors"
-    said = "did not end within 1 s (--limit), in launch 2: caching 1"
+    said = "killed 0.5 s after its 0.5 s (--limit), in launch 2, caching 1"
     assert f"memcheck    {said}" in capsys.readouterr().out
     time.sleep(2.5)
     assert not left.exists()
@@ -248,10 +287,10 @@ def test_the_output_has_to_be_named(script: ModuleType, capsys: Any) -> None:
     assert "-o FILE is wanted" in capsys.readouterr().err
 
 
-def test_small_shapes_want_a_hopper_gpu(script: ModuleType, capsys: Any) -> None:
+def test_small_shapes_want_a_hopper_gpu(small: ModuleType, capsys: Any) -> None:
     if sm90.available() is None:
         pytest.skip("there is one here, and tests/gpu compares these kernels")
-    assert script.main(["--small"]) == 2
+    assert small.main([]) == 2
     assert "the kernels do not run here: " in capsys.readouterr().err
 
 
