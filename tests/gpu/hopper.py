@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -173,6 +173,23 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def busy_stream() -> Iterator[Callable[[int], None]]:
+    """A second stream that multiplies and copies while the calls run, in pieces of uneven size."""
+    stream = torch.cuda.Stream()
+    a = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
+    copies = torch.empty(2, 1 << 26, dtype=torch.uint8, device=DEVICE)
+
+    def more(run: int) -> None:
+        with torch.cuda.stream(stream):
+            n = 128 * (1 + run % 16)
+            torch.mm(a[:n], a)
+            copies[1, : 1 << (20 + run % 7)] = copies[0, : 1 << (20 + run % 7)]
+
+    yield more
+    torch.cuda.synchronize()
 
 
 def results(problem: PrefillProblem) -> Results:

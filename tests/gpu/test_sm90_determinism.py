@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from hopper import BACKEND, DEVICE, LIMITS, ON_GPU, bits, drawn, results, strict
+from hopper import BACKEND, DEVICE, LIMITS, ON_GPU, bits, busy_stream, drawn, results, strict
 
 from sparse_mla import dispatch, sparse_mla_q8kv8_prefill_fwd
 from sparse_mla.testing import Inputs, allocate_outputs, compare
@@ -57,23 +56,6 @@ def assert_equal_over_runs(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_runs_are_equal(shape: str) -> None:
     assert_equal_over_runs(inputs_of(SHAPES[shape]))
-
-
-@contextmanager
-def busy_stream() -> Iterator[Callable[[int], None]]:
-    """A second stream that multiplies and copies while the calls run, in pieces of uneven size."""
-    stream = torch.cuda.Stream()
-    a = torch.randn(2048, 2048, device=DEVICE, dtype=torch.bfloat16)
-    copies = torch.empty(2, 1 << 26, dtype=torch.uint8, device=DEVICE)
-
-    def more(run: int) -> None:
-        with torch.cuda.stream(stream):
-            n = 128 * (1 + run % 16)
-            torch.mm(a[:n], a)
-            copies[1, : 1 << (20 + run % 7)] = copies[0, : 1 << (20 + run % 7)]
-
-    yield more
-    torch.cuda.synchronize()
 
 
 @pytest.mark.cuda_only
