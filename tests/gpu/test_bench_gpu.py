@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sparse_mla.benchmarks import ceilings, runner
+from sparse_mla.benchmarks import accuracy, ceilings, runner
 from sparse_mla.benchmarks.shapes import REGISTRY
 
 pytestmark = pytest.mark.gpu
@@ -29,3 +29,16 @@ def test_a_run_on_a_gpu(id: str, monkeypatch: pytest.MonkeyPatch) -> None:
             assert figure["fault"] is None
             assert figure["min_ms"] > 0
     assert "fp8_matmul" in found["ceilings"]["burst"]
+
+
+def test_a_scale_a_token_keeps_what_one_scale_loses_to_outliers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(accuracy, "KINDS", {})
+    monkeypatch.setattr(accuracy, "OUTLIER_FACTORS", accuracy.OUTLIER_FACTORS[-1:])
+    found = accuracy.measure(torch.device("cuda"), ["sm90"], queries=1)
+    methods = found["scales"][-1]["methods"]
+    one, each = (methods[f"sm90, kv_scale per {per}"]["median"] for per in ("tensor", "token"))
+    assert one > 2 * each
+    # And no more is lost than by these scales in float64.
+    assert each < 1.1 * methods["reference, kv_scale per token"]["median"]

@@ -23,6 +23,7 @@ from hopper import (
     strict,
 )
 
+from sparse_mla.backends.reference import Attention
 from sparse_mla.testing import (
     Case,
     Inputs,
@@ -85,6 +86,44 @@ def test_a_head_has_the_same_bits_in_items_of_any_size(case: Case) -> None:
             found.append(general(inputs))
     assert_same_bits(found[0], found[1])
     assert_same_bits(found[0], found[2])
+
+
+@pytest.mark.cuda_only
+@pytest.mark.parametrize("several", [False, True], ids=["one scale", "scales"])
+@pytest.mark.parametrize(("heads", "ctas"), [*KERNELS, pytest.param(64, 1, id="64 heads")])
+def test_a_head_has_the_same_bits_in_a_batch_of_8_or_of_128(
+    heads: int, ctas: int, several: bool
+) -> None:
+    """Wherever it lies in either: its neighbours in an item, and its place there, do not matter."""
+    inputs = drawn(9, 900, 128, topk=700, sigma=3.0)
+    inputs.indices[:, :, 5::11] = -1
+    sink = torch.linspace(-2.0, 6.0, 128, device=DEVICE)
+    if several:
+        inputs = replace(inputs, q_scale=torch.rand(9, 128, device=DEVICE) + 0.2)
+        if heads != 64:  # which takes one of kv
+            inputs = replace(inputs, kv_scale=torch.rand(900, device=DEVICE) * 0.4 + 0.1)
+    with forced(heads, ctas):
+        whole = general(inputs, attn_sink=sink)
+        for first, count in ((0, 8), (40, 8), (61, 8), (120, 8), (7, 1), (55, 20)):
+            part = slice(first, first + count)
+            some = replace(inputs, q=inputs.q[:, part], attn_sink=sink[part].clone())
+            if several:
+                some = replace(some, q_scale=inputs.q_scale[:, part].clone())
+            for a, b, name in zip(
+                results(general(some)), results(whole), ("out", "max", "lse"), strict=True
+            ):
+                assert_equal_bits(a, b[:, part], f"{name} of heads {first} to {first + count - 1}")
+
+
+@pytest.mark.cuda_only
+def test_other_kernels_give_a_head_the_same_within_rounding() -> None:
+    inputs = drawn(9, 3000, 64, topk=2048)
+    with forced(8):
+        first = general(inputs)
+    against = Attention(*(x.double() for x in results(first)))
+    for heads, ctas in ((8, 2), (8, 8), (16, 4), (32, 8), (64, 1)):
+        with forced(heads, ctas):
+            compare(general(inputs), LIMITS, against=against)
 
 
 @pytest.mark.cuda_only

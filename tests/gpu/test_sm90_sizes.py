@@ -65,6 +65,24 @@ def test_queries_past_a_grid_limit(s_q: int) -> None:
     assert problem.lse.isfinite().all()
 
 
+@pytest.mark.parametrize("h_q", [8, 20])
+def test_few_heads_of_queries_past_a_grid_limit(h_q: int) -> None:
+    """The plan gives as many heads as above to the kernel for 64, and these to the others."""
+    s_q, period = 65537 // SHRINK, 1021 // SHRINK
+    first = drawn(period, 3000, h_q)
+    turn = torch.arange(s_q, device=DEVICE) % period
+    problem = general(
+        first,
+        q=first.q.view(torch.uint8)[turn].view(E4M3),
+        indices=first.indices[turn],
+    )
+    compare(problem, LIMITS, queries=[0, 1, period - 1, s_q - 2, s_q - 1])
+    if ON_GPU:
+        for name, result in zip(("out", "max_logits", "lse"), results(problem), strict=True):
+            assert_equal_bits(result[period:], result[: s_q - period], name)
+    assert problem.lse.isfinite().all()
+
+
 @pytest.mark.parametrize("d_qk", [512, 576])
 def test_a_cache_past_2_to_the_31_bytes(d_qk: int) -> None:
     """Rows that end, straddle and begin at the limit; every other row is NaN."""
