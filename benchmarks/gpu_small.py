@@ -30,6 +30,8 @@ GRID = 8
 """CTAs of a launch: few queries are then several items to each of them."""
 LENGTHS = (710, 0, 64, 330, 1, 129, 450)
 """Slots of the queries: no block, whole ones, parts of one, and more than a kernel has stages."""
+ROWS = "a scale a row of q"
+SCALES = {"one scale": "tensor", ROWS: "token-head", "a scale a row of q and of kv": "token-head"}
 CTAS = {8: 2, 16: 4, 32: 8}
 """CTAs that share an item, by its heads."""
 
@@ -107,7 +109,7 @@ def compare_prefill(case: Any, part: Any) -> None:
     from sparse_mla.testing.cases import to_device
 
     limits = Tolerance(out=0.0625, absolute=1.6e-2, relative=1e-3)
-    inputs, want = drawn(case, part.heads_per_item)
+    inputs, want = drawn(case)
     outputs = tuple(x.to(DEVICE) for x in allocate_outputs(inputs))
     problem = make_problem(to_device(inputs, DEVICE), outputs)
     sm90.launch(problem, part)
@@ -116,17 +118,16 @@ def compare_prefill(case: Any, part: Any) -> None:
 
 
 @lru_cache(maxsize=1)
-def drawn(case: Any, heads_per_item: int) -> tuple[Any, Any]:
+def drawn(case: Any) -> tuple[Any, Any]:
     """The inputs of a case, and what they give."""
     import torch
 
-    from sparse_mla.backends.sm90_plan import WIDE_HEADS
     from sparse_mla.testing import expected, make_inputs, make_problem
 
     lengths = torch.tensor(LENGTHS, dtype=torch.int32)
     inputs = replace(make_inputs(case), topk_length=lengths)
-    if heads_per_item == WIDE_HEADS and inputs.kv_scale is not None:
-        inputs = replace(inputs, kv_scale=inputs.kv_scale[:1].clone())  # it takes one
+    if case.id.endswith(ROWS):
+        inputs = replace(inputs, kv_scale=inputs.kv_scale[:1].clone())
     return inputs, expected(make_problem(inputs))
 
 
@@ -140,11 +141,13 @@ def problems() -> Iterator[tuple[Any, list[Any]]]:
 
     for size in (WIDE_HEADS, *FEW_HEADS):
         for d_qk in D_QK_SUPPORTED:
-            for scales in ("tensor", "token-head"):
+            for scales in SCALES:
+                if scales == ROWS and size != WIDE_HEADS:
+                    continue  # the kernel of the scales of tokens
                 heads = 2 * size + 4
                 case = Case(
-                    f"prefill h{heads} d{d_qk} {scales} scales", len(LENGTHS), 900, heads,
-                    d_qk, topk=max(LENGTHS), pattern="holes", sink="normal", scales=scales,
+                    f"prefill h{heads} d{d_qk} {scales}", len(LENGTHS), 900, heads, d_qk,
+                    topk=max(LENGTHS), pattern="holes", sink="normal", scales=SCALES[scales],
                 )  # fmt: skip
                 parts = [Part(size, 0, heads)]
                 if size != WIDE_HEADS:

@@ -24,7 +24,7 @@ def test_every_head_is_computed_once_by_a_kernel_there_is(multiprocessors: int) 
         parts = plan(s_q, h_q, topk, multiprocessors, kv_scales)
         assert covered(parts) == list(range(h_q))
         for part in parts:
-            assert (part.heads_per_item, 576, kv_scales) in KERNELS
+            assert (part.heads_per_item, 576, "tokens" if kv_scales else "one") in KERNELS
             assert part.ctas_per_item in CLUSTERS
             assert part.heads_per_item != 64 or part.ctas_per_item == 1
             assert part.ctas(s_q, multiprocessors) % part.ctas_per_item == 0
@@ -83,9 +83,9 @@ def test_a_single_block_is_not_split() -> None:
     assert [part.ctas_per_item for part in plan(1, 16, 64, H200)] == [1]
 
 
-def test_scales_of_kv_tokens_never_go_to_the_wide_kernel() -> None:
-    for h_q in (1, 64, 65, 128):
-        assert all(part.heads_per_item < 64 for part in plan(4096, h_q, 2048, H200, True))
+@pytest.mark.parametrize("h_q", [8, 16, 32, 64, 96, 128])
+def test_scales_of_kv_tokens_run_on_the_kernels_that_one_scale_does(h_q: int) -> None:
+    assert plan(4096, h_q, 2048, H200, True) == plan(4096, h_q, 2048, H200)
 
 
 def test_a_slot_count_costs_what_its_blocks_do() -> None:
@@ -122,5 +122,7 @@ def test_sizes_that_do_not_fit_32_bits_are_refused() -> None:
 def test_the_kernel_of_a_part_follows_the_scales_that_it_takes() -> None:
     wide, few = Part(64, 0, 64), Part(8, 0, 8)
     for q_scales, kv_scales in itertools.product((False, True), repeat=2):
-        assert wide.variant(576, q_scales, kv_scales) is KERNELS[64, 576, q_scales]
-        assert few.variant(512, q_scales, kv_scales) is KERNELS[8, 512, kv_scales]
+        tokens = "tokens" if kv_scales else "one"
+        rows = "rows" if q_scales and not kv_scales else tokens
+        assert wide.variant(576, q_scales, kv_scales) is KERNELS[64, 576, rows]
+        assert few.variant(512, q_scales, kv_scales) is KERNELS[8, 512, tokens]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from .. import jit
 from ..params import D_QK_SUPPORTED
@@ -26,32 +27,41 @@ SMALLEST_SHARE = 16
 WIDE_HEADS = 64
 FEW_HEADS = (8, 16, 32)
 
+Scales = Literal["one", "rows", "tokens"]
+SUFFIX: dict[Scales, str] = {"one": "", "rows": "-row-scales", "tokens": "-kv-scales"}
+"""Of a kernel's name, by the scales that it takes: one of q and one of kv; one a row of q (a kernel
+for few heads takes those in any case); one a row of q and one a KV token."""
 
-def _variant(heads: int, d_qk: int, scales: bool) -> jit.Variant:
+
+def _variant(heads: int, d_qk: int, scales: Scales) -> jit.Variant:
     wide = heads == WIDE_HEADS
-    define = "ROW_SCALES" if wide else "KV_SCALES"
-    suffix = f"-{define.lower().replace('_', '-')}" if scales else ""
+    defines: dict[str, str | int] = {"HEADS": heads, "D_QK": d_qk}
+    if wide:
+        defines["ROW_SCALES"] = int(scales != "one")
+    defines["KV_SCALES"] = int(scales == "tokens")
     return jit.Variant(
-        name=f"prefill-h{heads}-d{d_qk}{suffix}",
+        name=f"prefill-h{heads}-d{d_qk}{SUFFIX[scales]}",
         source="sm90/prefill.cuh" if wide else "sm90/prefill_few_heads.cuh",
         entry="sparse_mla_prefill" if wide else "sparse_mla_prefill_few_heads",
-        defines={"HEADS": heads, "D_QK": d_qk, define: int(scales)},
+        defines=defines,
     )
 
 
-KERNELS = {
+KERNELS: dict[tuple[int, int, Scales], jit.Variant] = {
     (heads, d_qk, scales): _variant(heads, d_qk, scales)
     for heads in (WIDE_HEADS, *FEW_HEADS)
     for d_qk in D_QK_SUPPORTED
-    for scales in (False, True)
+    for scales in SUFFIX
+    if heads == WIDE_HEADS or scales != "rows"
 }
-"""By heads an item, d_qk, and whether there are further scales: with 64 heads, more than one of q
-(which costs 5%); with fewer, those of KV tokens."""
+"""By heads an item, d_qk and scales. Kernels of more scales are slower."""
 
 # Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md): what a CTA takes for a block
 # of 64 slots when all are at work, for an item beside that, to add up the parts of one, and for a
 # launch. Only their ratios decide anything.
 BLOCK_US = {8: 0.72, 16: 0.83, 32: 1.04, 64: 1.27}
+KV_SCALES_COST = {8: 1.09, 16: 1.10, 32: 1.15, 64: 1.25}
+"""Times as long a block takes where KV tokens have scales of their own."""
 ITEM_US = {8: 1.1, 16: 1.4, 32: 2.0, 64: 1.5}
 PARTS_US = 4.0
 LAUNCH_US = 4.0
@@ -79,7 +89,8 @@ class Part:
     def variant(self, d_qk: int, q_scales: bool, kv_scales: bool) -> jit.Variant:
         """The kernel, where q or KV tokens have more than one scale or not."""
         wide = self.heads_per_item == WIDE_HEADS
-        return KERNELS[self.heads_per_item, d_qk, q_scales if wide else kv_scales]
+        scales: Scales = "tokens" if kv_scales else "rows" if q_scales and wide else "one"
+        return KERNELS[self.heads_per_item, d_qk, scales]
 
     def ctas(self, s_q: int, multiprocessors: int) -> int:
         """CTAs of the launch: those that share items have one each, others go on to the next."""
@@ -88,13 +99,18 @@ class Part:
             return items * self.ctas_per_item
         return min(items, multiprocessors)
 
-    def microseconds(self, s_q: int, blocks: int, multiprocessors: int) -> float:
+    def microseconds(
+        self, s_q: int, blocks: int, multiprocessors: int, kv_scales: bool = False
+    ) -> float:
         """How long it should take."""
         items, ctas = s_q * self.groups, self.ctas_per_item
         # A cluster lies within a part of the chip: of eight, two fewer than the count allows.
         at_once = multiprocessors // ctas - (2 if ctas == 8 else 0)
         waves = -(-items // max(1, at_once))
-        item = -(-blocks // ctas) * BLOCK_US[self.heads_per_item] + ITEM_US[self.heads_per_item]
+        block = BLOCK_US[self.heads_per_item]
+        if kv_scales:
+            block *= KV_SCALES_COST[self.heads_per_item]
+        item = -(-blocks // ctas) * block + ITEM_US[self.heads_per_item]
         return LAUNCH_US + waves * (item + (PARTS_US if ctas > 1 else 0.0))
 
     def __str__(self) -> str:
@@ -123,23 +139,20 @@ def plan(
         h_q: heads of each.
         topk: slots of each; what a ``topk_length`` takes off is not known here.
         multiprocessors: of the device.
-        kv_scales: KV tokens have scales of their own, which only ``few`` takes.
+        kv_scales: KV tokens have scales of their own.
     """
     blocks = -(-topk // BLOCK)
 
     def cost(parts: tuple[Part, ...]) -> float:
-        return sum(part.microseconds(s_q, blocks, multiprocessors) for part in parts)
+        return sum(part.microseconds(s_q, blocks, multiprocessors, kv_scales) for part in parts)
 
     most = max(1, multiprocessors // SMALLEST_SHARE)
-    return min(_candidates(h_q, blocks, most, kv_scales), key=cost)
+    return min(_candidates(h_q, blocks, most), key=cost)
 
 
-def _candidates(
-    h_q: int, blocks: int, most_ctas: int, kv_scales: bool
-) -> Iterator[tuple[Part, ...]]:
-    if not kv_scales:
-        yield (Part(WIDE_HEADS, 0, h_q),)
-    wide = 0 if kv_scales else h_q // WIDE_HEADS * WIDE_HEADS
+def _candidates(h_q: int, blocks: int, most_ctas: int) -> Iterator[tuple[Part, ...]]:
+    yield (Part(WIDE_HEADS, 0, h_q),)
+    wide = h_q // WIDE_HEADS * WIDE_HEADS
     for ctas in CLUSTERS:
         if ctas > 1 and (2 * ctas > blocks or ctas > most_ctas):
             break  # a CTA works on two blocks at a time

@@ -138,13 +138,9 @@ def forced(heads_per_item: int, ctas_per_item: int = 1) -> Iterator[None]:
 
 @contextmanager
 def wide() -> Iterator[None]:
-    """All heads by the kernel for 64, but where KV tokens have scales, which it does not take."""
-    planned = sm90.plan
+    """All heads by the kernel for 64."""
 
     def plan(problem: PrefillProblem) -> tuple[Part, ...]:
-        assert problem.kv_scale is not None
-        if problem.kv_scale.numel() != 1:
-            return planned(problem)
         return (Part(WIDE_HEADS, 0, problem.h_q),)
 
     with mock.patch.object(sm90, "plan", plan):

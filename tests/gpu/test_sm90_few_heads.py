@@ -40,6 +40,7 @@ KERNELS = [
     pytest.param(heads, ctas, id=f"{heads} heads" + f", {ctas} CTAs" * (ctas > 1))
     for heads, ctas in ((8, 1), (8, 2), (8, 8), (16, 1), (16, 4), (32, 1), (32, 2), (32, 8))
 ]
+WITH_64 = [*KERNELS, pytest.param(64, 1, id="64 heads")]
 
 CASES = (
     Case("plain", 5, 2500, 16, 576, 512),
@@ -90,7 +91,7 @@ def test_a_head_has_the_same_bits_in_items_of_any_size(case: Case) -> None:
 
 @pytest.mark.cuda_only
 @pytest.mark.parametrize("several", [False, True], ids=["one scale", "scales"])
-@pytest.mark.parametrize(("heads", "ctas"), [*KERNELS, pytest.param(64, 1, id="64 heads")])
+@pytest.mark.parametrize(("heads", "ctas"), WITH_64)
 def test_a_head_has_the_same_bits_in_a_batch_of_8_or_of_128(
     heads: int, ctas: int, several: bool
 ) -> None:
@@ -100,8 +101,7 @@ def test_a_head_has_the_same_bits_in_a_batch_of_8_or_of_128(
     sink = torch.linspace(-2.0, 6.0, 128, device=DEVICE)
     if several:
         inputs = replace(inputs, q_scale=torch.rand(9, 128, device=DEVICE) + 0.2)
-        if heads != 64:  # which takes one of kv
-            inputs = replace(inputs, kv_scale=torch.rand(900, device=DEVICE) * 0.4 + 0.1)
+        inputs = replace(inputs, kv_scale=torch.rand(900, device=DEVICE) * 0.4 + 0.1)
     with forced(heads, ctas):
         whole = general(inputs, attn_sink=sink)
         for first, count in ((0, 8), (40, 8), (61, 8), (120, 8), (7, 1), (55, 20)):
@@ -189,7 +189,7 @@ def with_kv_scales(scales: torch.Tensor) -> Inputs:
     return replace(inputs, kv_scale=scales, sm_scale=inputs.sm_scale * 0.3)
 
 
-@pytest.mark.parametrize(("heads", "ctas"), KERNELS)
+@pytest.mark.parametrize(("heads", "ctas"), WITH_64)
 def test_each_token_has_its_own_scale(heads: int, ctas: int) -> None:
     """From a hundredth of the usual to a hundred times it: what a large one adds, a small one
     must not lose.
@@ -199,7 +199,7 @@ def test_each_token_has_its_own_scale(heads: int, ctas: int) -> None:
         compare(general(with_kv_scales(scales)), LIMITS)
 
 
-@pytest.mark.parametrize(("heads", "ctas"), KERNELS)
+@pytest.mark.parametrize(("heads", "ctas"), WITH_64)
 def test_scales_of_tokens_may_be_tiny(heads: int, ctas: int) -> None:
     """The first query selects such tokens only: its denominator sums P over their scales."""
     scales = torch.full((700,), 0.3, device=DEVICE)

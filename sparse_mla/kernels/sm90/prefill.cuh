@@ -1,10 +1,13 @@
-// FP8 sparse MLA prefill on Hopper, 64 heads a CTA. Compile with -D D_QK=512 or 576 and
-// -D ROW_SCALES=0 or 1; `backends/sm90.py` launches it.
+// FP8 sparse MLA prefill on Hopper, 64 heads a CTA. Compile with -D D_QK=512 or 576, -D ROW_SCALES=0 or 1
+// and -D KV_SCALES=0 or 1; `backends/sm90.py` launches it.
 //
 //   for a query token t and 64 of its heads:
 //     S[h, j]  = sum_d Q[h, d] K[j, d]                 K[j] = kv[indices[t, j]], zeros where the slot is invalid
 //     P[h, j]  = 2^(c S[h, j] - ref[h])                c = sm_scale q_scale kv_scale log2(e)
 //     O[h, d]  = sum_j P[h, j] V[j, d] / sum_j P[h, j] V = the first 512 columns of K
+//
+// With a scale for each KV token (KV_SCALES), k[j] below: c is without it, P[h, j] = k[j] 2^(c k[j] S[h, j] - ref[h]), and
+// the denominator sums P[h, j] / k[j].
 //
 // Why this shape of kernel. FP8 wgmma wants both operands K-major, and V is not: its transposed copy would have to be
 // written to shared memory, whose bandwidth is what such a kernel runs out of first. Here V^T is the A operand of
@@ -27,6 +30,7 @@
 #include "common/wgmma.cuh"
 
 constexpr bool kRowScales = ROW_SCALES;  // q_scale a token, or a token and head; else one for all
+constexpr bool kKvScales = KV_SCALES;    // kv_scale a KV token; else one for all
 constexpr int kHeads = HEADS;     // heads a CTA: M of S = Q K^T, N of O^T = V^T P^T
 constexpr int kPair = 2 * kBlock;  // slots of a pair: they share a reference of the exponent and one addition to O
 constexpr int kStages = 5;        // blocks of K in shared memory
@@ -49,7 +53,8 @@ constexpr u32 kAtWeight = kAtFactor + 2 * kHeads * 4;     // float [4][kHeads]: 
                                                           // read while the scores are two items further
 constexpr u32 kAtLast = kAtWeight + 4 * kHeads * 4;       // u32 [2]: whether the pair is its item's last
 constexpr u32 kAtValid = kAtLast + 2 * 4;                 // u64 [kStages], bit r: slot r of the block is valid
-constexpr u32 kAtKFull = kAtValid + kStages * 8;          // mbarriers from here
+constexpr u32 kAtKvScale = kAtValid + kStages * 8;        // float [kStages][kBlock]
+constexpr u32 kAtKFull = kAtKvScale + (KV_SCALES ? kStages * kBlock * 4 : 0);  // mbarriers from here
 constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
 constexpr u32 kAtPFull = kAtKEmpty + kStages * 8;
 constexpr u32 kAtPEmpty = kAtPFull + 2 * 8;
@@ -70,6 +75,7 @@ struct Memory {
   DEVICE u32 weight(u32 item, u32 head) const { return base + kAtWeight + item * (kHeads * 4) + head * 4; }
   DEVICE u32 last(u32 slot) const { return base + kAtLast + slot * 4; }
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
+  DEVICE u32 kv_scale(u32 slot, u32 row) const { return base + kAtKvScale + (slot * kBlock + row) * 4; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
   DEVICE u32 p_full(u32 slot) const { return base + kAtPFull + slot * 8; }
@@ -161,6 +167,9 @@ struct Producer {
         cp_async_16(rope + pass * 512, source, i >= 0 ? 16 : 0);
       }
     }
+    if constexpr (kKvScales) {
+      if (lane < 16) cp_async_4(memory.kv_scale(slot, warp * 16 + lane), params.kv_scale + max(index, 0), index >= 0 ? 4 : 0);
+    }
     cp_async_commit();
     stage.next();
   }
@@ -234,6 +243,7 @@ struct Scores {
   u32 q[kQInRegisters][4];
   float s[2][32];  // of the pair's two blocks
   float reference[2], sum[2];  // of this lane's two heads, as is all that follows
+  float top[2];    // the largest S k, where tokens have scales
   float c_row[2];  // c of this lane's two heads, in the variant with row scales
   float c_all;     // c of all heads, in the other
 
@@ -247,6 +257,11 @@ struct Scores {
       c_row[r] = __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
                        head * params.q_scale_stride_head);
     }
+  }
+
+  DEVICE void scales_to_c(float kv_scale) {
+#pragma unroll
+    for (u32 r = 0; r < 2; r++) c_row[r] = to_c(params, c_row[r], kv_scale);
   }
 
   // The part of Q that stays in registers, as wgmma wants it, straight from global memory.
@@ -297,9 +312,40 @@ struct Scores {
     }
   }
 
+  // The same where tokens have scales k; and S to logits in units of log2, and log2 k added: what P is a power of. The
+  // largest of those, by row.
+  DEVICE void mask_and_scale(float (&x)[32], u32 slot, float (&row_top)[2]) {
+    row_top[0] = row_top[1] = -kInfinity;
+#pragma unroll
+    for (u32 j = 0; j < 8; j++) {
+      const u32 column = 8 * j + 2 * (lane & 3);
+      const u32 valid = load_shared_u8(memory.valid(slot) + j) >> 2 * (lane & 3);
+      const float2 stored = load_shared_float2(memory.kv_scale(slot, column));
+#pragma unroll
+      for (u32 e = 0; e < 2; e++) {
+        const bool in = valid >> e & 1;
+        const float scale = e ? stored.y : stored.x, k = is_scale(scale) ? scale : kNan;
+        const float k_log2 = log2_approx(fmaxf(k, kLeastPower));
+#pragma unroll
+        for (u32 r = 0; r < 2; r++) {
+          float& s = x[4 * j + 2 * r + e];
+          const float sk = in ? s * k : -kInfinity;
+          top[r] = fmaxf(top[r], sk);
+          s = in ? fmaf(sk, c(r), k_log2) : -kInfinity;
+          row_top[r] = fmaxf(row_top[r], s);
+        }
+      }
+    }
+  }
+
   DEVICE static float quad_sum(float x) {
     x += __shfl_xor_sync(~0u, x, 1);
     return x + __shfl_xor_sync(~0u, x, 2);
+  }
+
+  DEVICE static float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
   // The largest of this lane's elements of a block, by row.
@@ -317,6 +363,15 @@ struct Scores {
     for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(fmaxf(top[r][0], top[r][1]), fmaxf(top[r][2], top[r][3]));
   }
 
+  DEVICE void masked_maxima(float (&block)[32], u64 valid, u32 slot, float (&row_top)[2]) {
+    if constexpr (kKvScales) {
+      mask_and_scale(block, slot, row_top);
+    } else {
+      mask(block, valid);
+      row_maxima(block, row_top);
+    }
+  }
+
   // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
   DEVICE void move_references(float (&row_top)[2], float (&factor)[2]) {
 #pragma unroll
@@ -327,7 +382,7 @@ struct Scores {
     }
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
-      const float moved = fmaxf(reference[r], fmaf(row_top[r], c(r), -kHeadroom));
+      const float moved = fmaxf(reference[r], kKvScales ? row_top[r] - kHeadroom : fmaf(row_top[r], c(r), -kHeadroom));
       factor[r] = exp2_approx(reference[r] - moved);
       reference[r] = moved;
       sum[r] *= factor[r];
@@ -335,17 +390,33 @@ struct Scores {
   }
 
   // P = 2^(c S - ref) of a block, to e4m3 and to shared memory: two 8-column groups of S make one 16-slot row of P.
-  DEVICE void write_p(float (&block)[32], u32 target) {
+  DEVICE void write_p(float (&block)[32], u32 slot, u32 target) {
 #pragma unroll
     for (u32 half = 0; half < 2; half++) {
       u32 packed[4];
 #pragma unroll
       for (u32 pair = 0; pair < 2; pair++) {
         float* x = block + 16 * half + 8 * pair;
+        if constexpr (kKvScales) {
 #pragma unroll
-        for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c(e / 2 & 1), -reference[e / 2 & 1]));
-        sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
-        sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
+          for (u32 j = 0; j < 2; j++) {
+            const float2 k = load_shared_float2(memory.kv_scale(slot, 8 * (4 * half + 2 * pair + j) + 2 * (lane & 3)));
+            // Of a quarter: those of the largest scales would be flushed to zero.
+            const float inverse[2] = {reciprocal_approx(0.25f * fmaxf(k.x, kLeastPower)),
+                                      reciprocal_approx(0.25f * fmaxf(k.y, kLeastPower))};
+#pragma unroll
+            for (u32 e = 0; e < 4; e++) {
+              float& p = x[4 * j + e];
+              p = exp2_approx(p - reference[e / 2]);
+              sum[e / 2] = fmaf(p, inverse[e % 2], sum[e / 2]);
+            }
+          }
+        } else {
+#pragma unroll
+          for (u32 e = 0; e < 8; e++) x[e] = exp2_approx(fmaf(x[e], c(e / 2 & 1), -reference[e / 2 & 1]));
+          sum[0] += (x[0] + x[1]) + (x[4] + x[5]);
+          sum[1] += (x[2] + x[3]) + (x[6] + x[7]);
+        }
         packed[2 * pair] = pack_e4m3(x[0], x[1], x[4], x[5]);
         packed[2 * pair + 1] = pack_e4m3(x[2], x[3], x[6], x[7]);
       }
@@ -358,7 +429,7 @@ struct Scores {
   DEVICE void finish(int token, int group, float kv_scale, u32 ring) {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
-      const float total = quad_sum(sum[r]);
+      const float total = quad_sum(sum[r]) * (kKvScales ? 0.25f : 1.f), largest_of_quad = kKvScales ? quad_max(top[r]) : 0.f;
       const bool empty = total == 0.f;
       // A scale that is not finite and positive shows here, not in the exponents.
       const float v_scale = c(r) == kBad ? kNan : kv_scale;
@@ -372,7 +443,8 @@ struct Scores {
         // A NaN logit is lost in fmaxf but not in the sum; v_scale carries a bad scale.
         const float poison = (total + v_scale) * 0.f;
         const i64 at = static_cast<i64>(token) * params.out_heads + head;
-        params.max_logits[at] = empty ? -kInfinity : (reference[r] + kHeadroom) * kLn2 + poison;
+        const float largest = kKvScales ? largest_of_quad * c(r) : reference[r] + kHeadroom;
+        params.max_logits[at] = empty ? -kInfinity : largest * kLn2 + poison;
         params.lse[at] = empty ? kInfinity : (reference[r] + log2_approx(total)) * kLn2 + poison;
       }
     }
@@ -386,20 +458,23 @@ struct Scores {
     start_multiply<1>(q_buffer);
     // Under QK: P's buffer may be overwritten only after both value warpgroups have added the product of it.
     mbarrier_wait(memory.p_empty(p_slot.slot), p_slot.parity ^ 1);
-    const u64 valid0 = load_shared_u64(memory.valid(slot0)), valid1 = load_shared_u64(memory.valid(slot1));
+    u64 valid[2];
+    // Asked for before the waits; with scales of tokens behind them, because no registers are left.
+    if constexpr (!kKvScales) {
+      valid[0] = load_shared_u64(memory.valid(slot0));
+      valid[1] = load_shared_u64(memory.valid(slot1));
+    }
     wgmma_wait<1>();
-    mask(s[0], valid0);
-    row_maxima(s[0], row_top);
+    masked_maxima(s[0], valid[0], slot0, row_top);
     wgmma_wait<0>();
-    mask(s[1], valid1);
     float other[2];
-    row_maxima(s[1], other);
+    masked_maxima(s[1], valid[1], slot1, other);
 #pragma unroll
     for (u32 r = 0; r < 2; r++) row_top[r] = fmaxf(row_top[r], other[r]);
   }
 
   // What the values read of a pair, but for its announcement.
-  DEVICE void write_pair(const float (&factor)[2], bool last) {
+  DEVICE void write_pair(const float (&factor)[2], u32 slot0, bool last) {
     if ((lane & 3) == 0) {
       const u32 place = memory.factor(p_slot.slot) + warp * 64 + (lane >> 3) * 16 + (lane >> 2 & 1) * 4;
       store_shared_float(place, factor[0]);
@@ -408,12 +483,12 @@ struct Scores {
     if (warp == 0 && lane == 0) store_shared_u32(memory.last(p_slot.slot), last);
     const u32 row = 2 * warp + (lane >> 3 & 1);
     const u32 base = memory.p(p_slot.slot) + (lane >> 4) * 1024 + row * 128 + (lane & 7) * 16;
-    write_p(s[0], base);
-    write_p(s[1], base + kPBytes / 2);
+    write_p(s[0], slot0, base);
+    write_p(s[1], slot0 + 1 == kStages ? 0 : slot0 + 1, base + kPBytes / 2);
   }
 
   DEVICE void run() {
-    const float kv_scale = __ldg(params.kv_scale);
+    const float kv_scale = kKvScales ? 1.f : __ldg(params.kv_scale);
     if constexpr (!kRowScales) c_all = to_c(params, __ldg(params.q_scale), kv_scale);
     u32 turn = 0;  // items done
     load_q(blockIdx.x / groups_of(params), blockIdx.x % groups_of(params));
@@ -424,10 +499,13 @@ struct Scores {
       for (u32 r = 0; r < 2; r++) {
         reference[r] = kLowest;
         sum[r] = 0.f;
+        top[r] = -kInfinity;
       }
       for (int pair = 0; pair < pairs; pair++) {
         const bool last = pair + 1 == pairs;
         float row_top[2], factor[2];
+        const u32 slot0 = stage.slot;
+        if (kKvScales && pair == 0) scales_to_c(kv_scale);
         multiply(turn & 1, row_top);
         if (last) {
           // The next item's Q is on its way under this pair's exponentials.
@@ -435,12 +513,9 @@ struct Scores {
           const int next = item + gridDim.x;
           if (next < items_of(params)) load_q(next / groups_of(params), next % groups_of(params));
         }
-        if (kRowScales && pair == 0) {
-#pragma unroll
-          for (u32 r = 0; r < 2; r++) c_row[r] = to_c(params, c_row[r], kv_scale);
-        }
+        if (kRowScales && !kKvScales && pair == 0) scales_to_c(kv_scale);
         move_references(row_top, factor);
-        write_pair(factor, last);
+        write_pair(factor, slot0, last);
         if (last) finish(item / groups_of(params), item % groups_of(params), kv_scale, turn & 3);
         fence_async_shared();  // P was stored by stmatrix and is read by wgmma
         mbarrier_arrive(memory.p_full(p_slot.slot));

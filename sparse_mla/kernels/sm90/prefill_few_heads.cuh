@@ -45,7 +45,6 @@ constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as m
 constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
 constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
 constexpr int kMaxSplits = 8;  // CTAs of the largest cluster
-constexpr float kLeastPower = 0x1p-100f;  // the least k[j] in P and 1 / k[j]: by smaller ones the denominator overflows
 
 constexpr int kThreads = 384;
 constexpr u32 kAttendRegisters = HEADS < 32 ? 208 : KV_SCALES ? 232 : 216;

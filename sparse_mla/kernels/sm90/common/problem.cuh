@@ -43,6 +43,7 @@ constexpr float kLowest = -1e30f;  // a reference below every logit; finite, so 
 constexpr float kBad = 1e-44f;  // in the place of c where a scale is not finite and positive: the row becomes NaN
 constexpr float kLeastC = 2e-44f;  // were c 0, the -inf of a masked slot would become NaN. Above kBad, to be told from it
 static_assert(0.f < kBad && kBad < kLeastC);
+constexpr float kLeastPower = 0x1p-100f;  // the least KV scale in P and its inverse: by smaller ones the denominator overflows
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 

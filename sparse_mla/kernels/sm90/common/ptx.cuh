@@ -40,6 +40,12 @@ DEVICE u32 load_shared_u32(u32 shared) {
   return x;
 }
 
+DEVICE u32 load_shared_u8(u32 shared) {
+  u32 x;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(x) : "r"(shared) : "memory");
+  return x;
+}
+
 DEVICE u64 load_shared_u64(u32 shared) {
   u64 x;
   asm volatile("ld.shared.u64 %0, [%1];" : "=l"(x) : "r"(shared) : "memory");
@@ -261,6 +267,12 @@ DEVICE float exp2_approx(float x) {
 DEVICE float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
