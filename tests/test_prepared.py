@@ -140,6 +140,15 @@ def test_the_second_call_is_run_by_addresses(
         ]
 
 
+def test_the_backend_of_the_latest_call(backend: StandIn) -> None:
+    call = general(good_call())
+    remembered(call, sparse_mla_prefill)
+    sparse_mla_prefill(**call, backend="cpu")
+    assert dispatch.last_backend() == "cpu"
+    assert backend.ran(lambda: sparse_mla_prefill(**call)) == "prepared"
+    assert dispatch.last_backend() == "stand-in"
+
+
 def test_general_gives_out_alone_unless_asked(backend: StandIn) -> None:
     call = general(good_call())
     remembered(call, sparse_mla_prefill)
@@ -318,6 +327,27 @@ class TestKind:
         with pytest.raises(RuntimeError, match="unknown backend"):
             sparse_mla_prefill(**call, backend=value)
 
+    @pytest.mark.parametrize("name", NAMES[5:])
+    def test_a_tensor_left_out_before(self, name: str, backend: StandIn) -> None:
+        """What it is has been compared with nothing."""
+        call = good_call()
+        remembered(without(call, name))
+        assert backend.ran(lambda: strict(**call)) == "checked"
+        call[name] = call[name].double()
+        with pytest.raises(ContractError, match=f"{name} must"):
+            strict(**call)
+
+    def test_scales_that_were_one_tensor(self, backend: StandIn) -> None:
+        call = good_call()
+        call["kv_scale"] = call["q_scale"]
+        remembered(call)
+        assert backend.ran(lambda: strict(**good_call())) == "checked"
+        assert backend.ran(lambda: strict(**call)) == "prepared"
+        prepared.forget()
+        remembered(call)
+        with pytest.raises(ContractError, match="kv_scale must be a one-element float32 tensor"):
+            strict(**call | {"kv_scale": torch.ones(2)})
+
     def test_which_of_two_outputs_is_given(self, backend: StandIn) -> None:
         """Both have the same shape and dtype."""
         call = good_call()
@@ -396,6 +426,7 @@ class TestNotRemembered:
         prepared.forget()
         for _ in range(2):
             assert backend.ran(lambda: strict(**call)) == "checked"
+        assert prepared._calls.newest == ()
         for want in ("checked", "prepared"):
             assert backend.ran(lambda: strict(**without(call, *OUTPUTS))) == want
 
