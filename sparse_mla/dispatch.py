@@ -3,7 +3,8 @@
 A backend is a module of ``backends`` with ``NAME``, ``available() -> str | None`` (why it can run
 nothing on this machine), ``refusal(problem) -> str | None`` (why it cannot run this problem) and
 ``run(problem)``, which writes every element of the three outputs. One that quantises float queries
-faster than torch has ``quantize_queries(q, q_scale)`` besides.
+faster than torch has ``quantize_queries(q, q_scale)`` besides; one that works out a launch from
+metadata alone has ``prepare(problem) -> Prepared``, which is then what runs a problem.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from . import environment
 from .errors import SlowBackendWarning, error, warn
 
 if TYPE_CHECKING:
-    from .params import PrefillProblem
+    from .params import Addresses, PrefillProblem
 
 BACKENDS = tuple(
     name
@@ -39,6 +40,15 @@ _ELSEWHERE = ("reference",)
 
 _MAX_WARNINGS = 64
 """Reasons may hold shapes: a process remembers, and says, no more warnings than this."""
+
+
+class Prepared(Protocol):
+    """A problem but for the addresses of its tensors."""
+
+    def launch(self, addresses: Addresses) -> bool:
+        """``run`` with tensors that lie there; false, with nothing done, where ``refusal`` might
+        have something against these addresses.
+        """
 
 
 class Backend(Protocol):
@@ -142,16 +152,32 @@ def run(problem: PrefillProblem, backend: str = "auto") -> str:
 
     No gradient is recorded. Without queries nothing is launched.
     """
+    return run_prepared(problem, backend)[0]
+
+
+def run_prepared(problem: PrefillProblem, backend: str = "auto") -> tuple[str, Prepared | None]:
+    """`run`; and what runs the next problem like this one, where the backend prepares it."""
     chosen = choose(problem, backend)
-    _thread.last = name = chosen.NAME
+    name = chosen.NAME
+    ran(name)
     if problem.s_q == 0:
-        return name
-    if torch.is_grad_enabled() and _requires_grad(problem):
+        return name, None
+    prepare = getattr(chosen, "prepare", None)
+    if prepare is not None:
+        prepared: Prepared = prepare(problem)
+        prepared.launch(problem.addresses)
+        return name, prepared
+    if torch.is_grad_enabled() and requires_grad(problem):
         with torch.no_grad():
             chosen.run(problem)
     else:
         chosen.run(problem)
-    return name
+    return name, None
+
+
+def ran(name: str) -> None:
+    """Note that a backend runs this thread's call."""
+    _thread.last = name
 
 
 def last_backend() -> str:
@@ -159,7 +185,7 @@ def last_backend() -> str:
     return getattr(_thread, "last", "")
 
 
-def _requires_grad(problem: PrefillProblem) -> bool:
+def requires_grad(problem: PrefillProblem) -> bool:
     """Whether autograd would follow a backend's operations."""
     optional = (problem.q_scale, problem.kv_scale, problem.attn_sink)
     return (

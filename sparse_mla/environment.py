@@ -42,6 +42,14 @@ captures_open = 0
 """``callfile.capture`` contexts that are open, in any thread; they count them here."""
 
 
+def untouched() -> bool:
+    """Whether nothing is set that `any_diagnostics` and `forced_backend` look for."""
+    data = getattr(os.environ, "_data", None)
+    return data is not None and not (
+        captures_open or _BACKEND in data or _DUMP in data or _DEBUG in data or _CAPTURE in data
+    )
+
+
 def any_diagnostics() -> bool:
     """Whether a variable that looks at calls is set, whatever its value, or a capture is open."""
     if captures_open:

@@ -1,8 +1,8 @@
 """The public attention operators: what they compute, checked and dispatched.
 
-Plain tensors in eager mode go straight to the checks and the backend. Everything else
-(``torch.compile``, fake and meta tensors, tensor subclasses, tracing) goes through the custom ops
-of ``ops``.
+Plain tensors in eager mode go straight to the checks and the backend, or, where an earlier call was
+like this one, to its launch (``prepared``). Everything else (``torch.compile``, fake and meta
+tensors, tensor subclasses, tracing) goes through the custom ops of ``ops``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, cast, overload
 
 import torch
 
-from . import checks, merge, ops, quantize
+from . import checks, merge, ops, prepared, quantize
 from .params import D_V
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -81,10 +81,15 @@ def sparse_mla_q8kv8_prefill_fwd(
     The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent
     attention.
     """
+    if type(d_v) is int and d_v == D_V and _is_eager():
+        tensors = q, kv, indices, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
+        known = prepared.run("q8kv8", "auto", sm_scale, tensors)
+        if known is not None:
+            return known
     if _is_plain(q, kv, indices):
         return ops.run_q8kv8(
             q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
-            out, max_logits, lse,
+            out, max_logits, lse, keep=True,
         )  # fmt: skip
     given = (q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length)
     if not torch.compiler.is_compiling():
@@ -203,10 +208,15 @@ def sparse_mla_prefill(
     The formula is that of DeepSeek sparse attention (DeepSeek-V3.2) over absorbed multi-head latent
     attention.
     """
+    if _is_eager():
+        tensors = q, kv, indices, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
+        known = prepared.run("prefill", backend, sm_scale, tensors)
+        if known is not None:
+            return known if return_stats else known[0]
     if _is_plain(q, kv, indices):
         results = ops.run_prefill(
             q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, backend,
-            out, max_logits, lse,
+            out, max_logits, lse, keep=True,
         )  # fmt: skip
         return results if return_stats else results[0]
     given = (q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length)
@@ -266,11 +276,18 @@ merge_attention_states = _or_op(merge.merge_attention_states, _through_merge_op)
 def _is_plain(q: Any, kv: Any, indices: Any) -> bool:
     """Whether nothing but eager execution on real tensors looks at this call."""
     return (
-        not torch.compiler.is_compiling()
+        _is_eager()
         and type(q) is _Tensor
         and type(kv) is _Tensor
         and type(indices) is _Tensor
+        and not q.is_meta
+    )
+
+
+def _is_eager() -> bool:
+    """Whether nothing traces, transforms or fakes what this thread does."""
+    return (
+        not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
-        and not q.is_meta
     )

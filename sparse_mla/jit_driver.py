@@ -1,9 +1,9 @@
 """The CUDA driver through ctypes: load a cubin on a device, launch its kernel on a stream.
 
 The functions are called without declared argument types, which halves the cost of a call: a Python
-int is then passed as a C int, so every pointer and handle must be a `c_void_p` (or ``byref`` of
-something). The driver copies the parameters during the call, so buffers need to live no longer than
-that.
+int is then passed as a C int, so every pointer and handle must be a `c_void_p`, ``byref`` of
+something, or bytes. The driver copies the parameters during the call, so buffers need to live no
+longer than that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_char_p, c_int, c_void_p
@@ -29,26 +28,16 @@ FUNCTION_STATIC_SHARED = 1
 FUNCTION_MAX_DYNAMIC_SHARED = 8
 LAUNCH_CLUSTER_DIMENSION = 4
 
-# CUlaunchConfig: grid, block, dynamic shared memory, padding, stream, address and number of the
-# attributes; and one CUlaunchAttribute: which, padding, the cluster's dimensions.
-_CONFIG = struct.Struct("<7I4xQQI4x")
+# CUlaunchConfig: grid, block, dynamic shared memory and padding; the stream; address and number of
+# the attributes, and padding. And one CUlaunchAttribute: which, padding, the cluster's dimensions.
+_GRID = struct.Struct("<7I4x")
+_STREAM = struct.Struct("<Q")
+_ATTRIBUTES = struct.Struct("<QI4x")
 _CLUSTER = struct.Struct("<I4x3I52x")
 
 
 class DriverCallError(Exception):
     """A driver function returned something else than success; the text is the driver's."""
-
-
-class _Launch(threading.local):
-    """The configuration of a thread's launches, written anew by each: the driver copies it."""
-
-    def __init__(self) -> None:
-        self.config = ctypes.create_string_buffer(_CONFIG.size)
-        self.attribute = ctypes.create_string_buffer(_CLUSTER.size)
-        self.attribute_address = ctypes.addressof(self.attribute)
-
-
-_launch = _Launch()
 
 
 @functools.lru_cache(maxsize=1)
@@ -91,14 +80,14 @@ class Kernel:
     """
 
     __slots__ = (
-        "_context",
-        "_current",
-        "_function",
-        "_launch",
-        "_library",
         "arch",
         "capability",
+        "context",
+        "current",
         "device_index",
+        "enqueue",
+        "function",
+        "library",
         "max_dynamic_smem",
         "multiprocessors",
         "name",
@@ -111,16 +100,16 @@ class Kernel:
         self.arch = arch
         self.device_index = device_index
         self.capability = "unknown"
-        self._library = library
-        self._launch = library.cuLaunchKernelEx
-        self._current = library.cuCtxGetCurrent
+        self.library = library
+        self.enqueue = library.cuLaunchKernelEx
+        self.current = library.cuCtxGetCurrent
         try:
             self._load(entry, cubin)
         except DriverCallError as failure:
-            raise error("kernel-load-failed", **self._where(), reason=failure) from failure
+            raise error("kernel-load-failed", **self.where(), reason=failure) from failure
 
     def _load(self, entry: str, cubin: bytes) -> None:
-        library = self._library
+        library = self.library
         done = functools.partial(check, library)
         device, context, module, function = c_int(), c_void_p(), c_void_p(), c_void_p()
         static = c_int()
@@ -148,8 +137,8 @@ class Kernel:
                     function, FUNCTION_MAX_DYNAMIC_SHARED, self.max_dynamic_smem
                 )
             )
-        self._function = function
-        self._context = context.value
+        self.function = function
+        self.context = context.value
 
     def launch(
         self,
@@ -167,33 +156,9 @@ class Kernel:
         kernel's device (torch's ``stream.cuda_stream``), ``cluster`` the CTAs of a cluster, along
         x. Neither waits nor changes the thread's current device. Raises ``kernel-launch-failed``.
         """
-        attributes = 0
-        if cluster > 1:
-            attributes = 1
-            _CLUSTER.pack_into(_launch.attribute, 0, LAUNCH_CLUSTER_DIMENSION, cluster, 1, 1)
-        config = _launch.config
-        _CONFIG.pack_into(
-            config, 0, *grid, *block, smem, stream_ptr, _launch.attribute_address, attributes
-        )
-        launch = (config, self._function, byref(c_void_p(params_address)), None)
-        current = c_void_p()
-        self._current(byref(current))
-        if current.value == self._context:
-            status = self._launch(*launch)
-        else:
-            # Another device is current, or this thread has used none yet.
-            status = self._library.cuCtxPushCurrent_v2(c_void_p(self._context))
-            if status == 0:
-                status = self._launch(*launch)
-                self._library.cuCtxPopCurrent_v2(byref(c_void_p()))
-        if status != 0:
-            reason = describe(self._library, status)
-            where = self._where()
-            raise error(
-                "kernel-launch-failed", **where, reason=reason, grid=grid, block=block, smem=smem
-            )
+        Launch(self, grid, block, smem, cluster).put(stream_ptr, c_void_p(params_address))
 
-    def _where(self) -> dict[str, Any]:
+    def where(self) -> dict[str, Any]:
         """What the error records say about this kernel and its device."""
         return {
             "kernel": self.name,
@@ -201,6 +166,65 @@ class Kernel:
             "device": f"cuda:{self.device_index}",
             "capability": self.capability,
         }
+
+
+class Launch:
+    """A kernel with its grid: what is left to say are the stream and the parameters.
+
+    It may be put on streams any number of times, from any thread: what the driver reads is never
+    written again.
+    """
+
+    __slots__ = ("_attribute", "_block", "_grid", "_head", "_kernel", "_last", "_smem", "_tail")
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        smem: int,
+        cluster: int = 1,
+    ) -> None:
+        self._kernel, self._grid, self._block, self._smem = kernel, grid, block, smem
+        self._attribute = ctypes.create_string_buffer(  # kept for its address
+            _CLUSTER.pack(LAUNCH_CLUSTER_DIMENSION, cluster, 1, 1), _CLUSTER.size
+        )
+        self._head = _GRID.pack(*grid, *block, smem)
+        self._tail = _ATTRIBUTES.pack(ctypes.addressof(self._attribute), int(cluster > 1))
+        self._last = (-1, b"")  # the latest stream, and the configuration for it
+
+    def put(self, stream_ptr: int, params: c_void_p | c_char_p) -> None:
+        """`Kernel.launch`; ``params`` points to the struct."""
+        kernel = self._kernel
+        stream, config = self._last
+        if stream != stream_ptr:
+            config = self._head + _STREAM.pack(stream_ptr) + self._tail
+            self._last = stream_ptr, config
+        current = c_void_p()
+        kernel.current(byref(current))
+        if current.value == kernel.context:
+            status = kernel.enqueue(config, kernel.function, byref(params), None)
+        else:
+            status = self._put_elsewhere(config, params)
+        if status != 0:
+            reason = describe(kernel.library, status)
+            raise error(
+                "kernel-launch-failed",
+                **kernel.where(),
+                reason=reason,
+                grid=self._grid,
+                block=self._block,
+                smem=self._smem,
+            )
+
+    def _put_elsewhere(self, config: bytes, params: c_void_p | c_char_p) -> int:
+        """Where another device is current, or this thread has used none yet; the status."""
+        kernel, library = self._kernel, self._kernel.library
+        status: int = library.cuCtxPushCurrent_v2(c_void_p(kernel.context))
+        if status == 0:
+            status = kernel.enqueue(config, kernel.function, byref(params), None)
+            library.cuCtxPopCurrent_v2(byref(c_void_p()))
+        return status
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import dispatch, environment, merge, quantize
+from . import dispatch, environment, merge, prepared, quantize
 from .checks import check_prefill, check_q8kv8
 from .params import PrefillProblem
 from .violations import E4M3
@@ -47,8 +47,10 @@ def run_q8kv8(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
+    keep: bool = False,
 ) -> Outputs:
-    """Check and run one call of ``sparse_mla_q8kv8_prefill_fwd``."""
+    """Check and run one call of ``sparse_mla_q8kv8_prefill_fwd``; ``keep``: for `prepared`."""
     if environment.any_diagnostics():
         arguments = {
             "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "q_scale": q_scale,
@@ -56,13 +58,18 @@ def run_q8kv8(
         }  # fmt: skip
         outputs = {"out": out, "max_logits": max_logits, "lse": lse}
         with _dumped("sparse_mla_q8kv8_prefill_fwd", arguments | outputs):
-            return _run(_with_debug(check_q8kv8(**arguments, **outputs)))
-    return _run(
-        check_q8kv8(
-            q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
-            out, max_logits, lse,
-        )
+            problem = _with_debug(check_q8kv8(**arguments, **outputs))
+            dispatch.run(problem)
+            return _results(problem)
+    problem = check_q8kv8(
+        q, kv, indices, sm_scale, q_scale, kv_scale, d_v, attn_sink, topk_length,
+        out, max_logits, lse,
     )  # fmt: skip
+    name, launch = dispatch.run_prepared(problem)
+    if keep and launch is not None:
+        tensors = q, kv, indices, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
+        prepared.remember("q8kv8", "auto", sm_scale, tensors, problem, name, launch)
+    return _results(problem)
 
 
 def run_prefill(
@@ -78,8 +85,10 @@ def run_prefill(
     out: Any = None,
     max_logits: Any = None,
     lse: Any = None,
+    *,
+    keep: bool = False,
 ) -> Outputs:
-    """Check and run one call of ``sparse_mla_prefill``."""
+    """Check and run one call of ``sparse_mla_prefill``; ``keep``: for `prepared`."""
     if environment.any_diagnostics():
         arguments = {
             "q": q, "kv": kv, "indices": indices, "sm_scale": sm_scale, "q_scale": q_scale,
@@ -88,15 +97,21 @@ def run_prefill(
         outputs = {"out": out, "max_logits": max_logits, "lse": lse}
         with _dumped("sparse_mla_prefill", arguments | outputs):
             problem = _with_quantised_q(check_prefill(**arguments, **outputs), backend)
-            return _run(_with_debug(problem), backend)
+            dispatch.run(_with_debug(problem), backend)
+            return _results(problem)
     problem = check_prefill(
         q, kv, indices, sm_scale, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
     )
-    return _run(_with_quantised_q(problem, backend), backend)
+    problem = _with_quantised_q(problem, backend)
+    name, launch = dispatch.run_prepared(problem, backend)
+    # What requires a gradient is refused or not by the thread's mode: it is asked each time.
+    if keep and launch is not None and not dispatch.requires_grad(problem):
+        tensors = q, kv, indices, q_scale, kv_scale, attn_sink, topk_length, out, max_logits, lse
+        prepared.remember("prefill", backend, sm_scale, tensors, problem, name, launch)
+    return _results(problem)
 
 
-def _run(problem: PrefillProblem, backend: str = "auto") -> Outputs:
-    dispatch.run(problem, backend)
+def _results(problem: PrefillProblem) -> Outputs:
     return problem.out, problem.max_logits, problem.lse
 
 

@@ -6,7 +6,7 @@ Only ``checks`` builds these. A backend may rely on everything written here with
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,10 @@ D_V = 512
 
 D_QK_SUPPORTED = (512, 576)
 """Columns of a query or KV row: 512 latent, with or without 64 rotary."""
+
+Addresses = tuple[int, int, int, int, int, int, int, int, int, int]
+"""Where q, kv, indices, q_scale, kv_scale, attn_sink, topk_length, out, max_logits and lse start; 0
+for one that is empty or left out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +63,28 @@ class PrefillProblem:
     def index_rows(self) -> torch.Tensor:
         """``indices`` as [s_q, topk], a view."""
         return self.indices if self.indices.ndim == 2 else self.indices[:, 0]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Every tensor, in the order of ``Addresses``."""
+        return (
+            self.q,
+            self.kv,
+            self.indices,
+            self.q_scale,
+            self.kv_scale,
+            self.attn_sink,
+            self.topk_length,
+            self.out,
+            self.max_logits,
+            self.lse,
+        )
+
+    @property
+    def addresses(self) -> Addresses:
+        """Where the tensors lie."""
+        found = (0 if tensor is None else tensor.data_ptr() for tensor in self.tensors)
+        return cast(Addresses, tuple(found))
 
 
 def prefill_problem(

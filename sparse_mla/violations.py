@@ -255,12 +255,17 @@ def _first_overlap(tensors: tuple[Any, ...]) -> tuple[str, str] | None:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and the one past the last, gaps included; an empty tensor is at 0."""
+    """First byte and the one past the last; an empty tensor is at 0."""
     start = tensor.data_ptr()
+    return start, start + size(tensor)
+
+
+def size(tensor: torch.Tensor) -> int:
+    """Bytes from the first to the last, gaps included."""
     if tensor.is_contiguous():
-        return start, start + tensor.nbytes
+        return tensor.nbytes
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()
 
 
 def described(value: Any) -> str:

@@ -36,9 +36,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "debug": {"errors", "params", "environment"},
     "backends": {"params", "errors", "quantize", "kv_cache", "merge", "jit", "environment"},
     "dispatch": {"params", "errors", "environment"},
+    "prepared": {"checks", "dispatch", "params", "environment"},
     "ops": {
         "checks",
         "dispatch",
+        "prepared",
         "params",
         "debug",
         "callfile",
@@ -47,7 +49,16 @@ MAY_IMPORT: dict[str, set[str]] = {
         "quantize",
         "merge",
     },
-    "interface": {"ops", "checks", "dispatch", "params", "quantize", "merge", "errors"},
+    "interface": {
+        "ops",
+        "prepared",
+        "checks",
+        "dispatch",
+        "params",
+        "quantize",
+        "merge",
+        "errors",
+    },
     "integrations": {"", "callfile"},  # the public package, as anyone would
     "": {"interface", "ops", "quantize", "merge", "kv_cache", "errors", "version"},
 }

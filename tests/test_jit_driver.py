@@ -134,7 +134,7 @@ class StandIn:
             return 400
         if config.smem > self.most_shared.get(function.value, 48 * 1024):
             return 1
-        params = ctypes.cast(parameters._obj.value, ctypes.POINTER(Params)).contents
+        params = ctypes.cast(parameters._obj, ctypes.POINTER(Params)).contents
         attributes = [config.attributes[i] for i in range(config.count)]
         self.launches.append(
             {
@@ -210,6 +210,38 @@ def test_threads_do_not_write_into_each_others_launch(driver: StandIn) -> None:
     for done in driver.launches:
         cluster = done["smem"]
         assert done["attributes"] == ([(4, cluster, 1, 1)] if cluster > 1 else [])
+
+
+def test_a_launch_is_put_on_any_stream_with_any_parameters(driver: StandIn) -> None:
+    """The configuration for the latest stream is kept, and must not be used for another."""
+    driver.stack.append(CONTEXT)
+    kernel = load(VARIANT, 0)
+    one = jit_driver.Launch(kernel, (132, 2, 3), (384, 1, 1), 7, 4)
+    for stream, count in ((0, 1), (STREAM, 2), (STREAM, 3), (0, 4)):
+        one.put(stream, ctypes.c_char_p(bytes(Params(0x7F00000000 + count, count))))
+    assert [(done["stream"] or 0, *done["params"]) for done in driver.launches] == [
+        (0, 0x7F00000001, 1),
+        (STREAM, 0x7F00000002, 2),
+        (STREAM, 0x7F00000003, 3),
+        (0, 0x7F00000004, 4),
+    ]
+    for done in driver.launches:
+        assert (done["sizes"], done["smem"]) == ((132, 2, 3, 384, 1, 1), 7)
+        assert done["attributes"] == [(4, 4, 1, 1)]
+
+
+def test_threads_share_a_launch(driver: StandIn) -> None:
+    kernel = load(VARIANT, 0)
+    one = jit_driver.Launch(kernel, (132, 1, 1), (384, 1, 1), 0)
+
+    def many(stream: int) -> None:
+        for _ in range(200):
+            one.put(stream, ctypes.c_char_p(bytes(Params(stream, stream))))
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(many, (1, 2, 3, 4)))
+    assert len(driver.launches) == 800
+    assert all(done["params"] == (done["stream"],) * 2 for done in driver.launches)
 
 
 def test_what_a_kernel_knows_of_its_device(driver: StandIn) -> None:

@@ -11,6 +11,7 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,19 +182,17 @@ def packed(problem: PrefillProblem, part: sm90_plan.Part, monkeypatch: pytest.Mo
     """The struct that a launch of one part of ``problem`` hands to the driver."""
     seen: list[bytes] = []
 
-    class Launch:
-        multiprocessors = 132
+    def configured(kernel: Any, grid: Any, block: Any, smem: int, cluster: int) -> Any:
+        assert grid == (part.ctas(problem.s_q, 132), 1, 1)
+        assert (block, smem) == ((part.threads, 1, 1), sm90.SHARED_BYTES)
+        assert cluster == part.ctas_per_item
+        size = sm90.POINTERS.size + sm90.SIZES.size
+        return SimpleNamespace(put=lambda _, params: seen.append(ctypes.string_at(params, size)))
 
-        def launch(
-            self, grid: Any, block: Any, smem: int, stream: int, address: int, cluster: int
-        ) -> None:
-            assert grid == (part.ctas(problem.s_q, 132), 1, 1)
-            assert (block, smem) == ((part.threads, 1, 1), sm90.SHARED_BYTES)
-            assert cluster == part.ctas_per_item
-            seen.append(ctypes.string_at(address, sm90.PARAMS.size))
-
+    kernel = SimpleNamespace(multiprocessors=132)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
-    monkeypatch.setattr(sm90.jit, "load", lambda variant, device: Launch())
+    monkeypatch.setattr(sm90.jit, "load", lambda variant, device: kernel)
+    monkeypatch.setattr(sm90, "Launch", configured)
     sm90.launch(problem, part)
     return seen[0]
 

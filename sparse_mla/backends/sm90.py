@@ -1,27 +1,30 @@
 """The Hopper backend: host side of ``kernels/sm90``, which kernel runs a problem and its launch.
 
-A launch is one struct of pointers, strides and sizes, packed into a buffer of the calling thread.
-Nothing here reads a tensor's values, waits, allocates or changes the current device; the kernel
-runs on the current stream of the tensors' device.
+A launch is one struct of pointers, strides and sizes. The pointers come first: all that follows is
+decided by the metadata, and packed once for problems that differ in addresses alone (`prepare`).
+Nothing here reads a tensor's values, waits, allocates on the device or changes the current device;
+the kernel runs on the current stream of the tensors' device.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
+import operator
 import struct
-import threading
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from ctypes import c_char_p
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .. import jit
+from ..jit_driver import Launch
 from ..params import D_V
 from . import sm90_plan, sm90_quantize
 from .sm90_plan import KERNELS, Part
 
 if TYPE_CHECKING:
-    from ..params import PrefillProblem
+    from ..params import Addresses, PrefillProblem
 
 NAME = "sm90"
 
@@ -31,11 +34,10 @@ SHARED_BYTES = 232448
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
-# struct PrefillParams of problem.cuh: ten pointers, four strides, four sizes, sm_scale, two strides
+# struct PrefillParams of problem.cuh: ten pointers; four strides, four sizes, sm_scale, two strides
 # of q_scale, heads of the outputs, CTAs that share an item, padding.
-PARAMS = struct.Struct("<10Q4q4if4i4x")
-
-_thread = threading.local()
+POINTERS = struct.Struct("<10Q")
+SIZES = struct.Struct("<4q4if4i4x")
 
 
 def variants() -> tuple[jit.Variant, ...]:
@@ -111,40 +113,66 @@ def _multiprocessors(device: int) -> int:
 def run(problem: PrefillProblem) -> None:
     """Launch the kernels that fill the problem's outputs, on the current stream."""
     if problem.s_q:
-        for part in plan(problem):
-            launch(problem, part)
+        prepare(problem).launch(problem.addresses)
 
 
 def launch(problem: PrefillProblem, part: Part) -> None:
     """Launch the kernel that computes one part of the heads."""
+    Prepared(problem.q.get_device(), (prepare_part(problem, part),)).launch(problem.addresses)
+
+
+def prepare(problem: PrefillProblem) -> Prepared:
+    """What launches every problem that differs from this one in its addresses alone."""
+    parts = tuple(prepare_part(problem, part) for part in plan(problem))
+    return Prepared(problem.q.get_device(), parts)
+
+
+class PreparedPart(NamedTuple):
+    """The launch of one part of a problem's heads."""
+
+    put: Callable[[int, c_char_p], None]  # of its `Launch`
+    first: tuple[int, ...]  # bytes from each address to what the part reads; empty: it starts there
+    sizes: bytes  # of the struct, what follows the addresses
+
+
+class Prepared:
+    """The launches of a problem, which wait for its addresses."""
+
+    __slots__ = ("_device", "_parts")
+
+    def __init__(self, device: int, parts: tuple[PreparedPart, ...]) -> None:
+        self._device, self._parts = device, parts
+
+    def launch(self, addresses: Addresses) -> bool:
+        """Launch on the current stream, for tensors that lie at ``addresses``; false, and nothing
+        is launched, where `refusal` has something against them.
+        """
+        if (addresses[0] | addresses[1]) & 15 or addresses[7] & 3:  # q, kv; out
+            return False
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        for put, first, sizes in self._parts:
+            starts = map(operator.add, addresses, first) if first else addresses
+            put(stream, c_char_p(POINTERS.pack(*starts) + sizes))
+        return True
+
+
+def prepare_part(problem: PrefillProblem, part: Part) -> PreparedPart:
+    """The launch of the kernel that computes one part of the heads."""
     q, q_scale, kv_scale = problem.q, problem.q_scale, problem.kv_scale
     assert q_scale is not None  # both by `refusal`
     assert kv_scale is not None
-    device = q.get_device()
     variant = part.variant(problem.d_qk, q_scale.numel() != 1, kv_scale.numel() != 1)
-    kernel = jit.load(variant, device)
-    try:
-        buffer, address = _thread.params
-    except AttributeError:
-        buffer = ctypes.create_string_buffer(PARAMS.size)
-        address = ctypes.addressof(buffer)
-        _thread.params = buffer, address
-    sink, length = problem.attn_sink, problem.topk_length
-    first = part.first_head
+    kernel = jit.load(variant, q.get_device())
+    grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
+    configured = Launch(kernel, grid, (part.threads, 1, 1), SHARED_BYTES, part.ctas_per_item)
     scale_strides = sm90_quantize.scale_strides(q_scale)
-    PARAMS.pack_into(
-        buffer,
-        0,
-        q.data_ptr() + first * q.stride(1),
-        problem.kv.data_ptr(),
-        problem.indices.data_ptr(),
-        q_scale.data_ptr() + 4 * first * scale_strides[1],
-        kv_scale.data_ptr(),
-        0 if sink is None else sink.data_ptr() + 4 * first,
-        0 if length is None else length.data_ptr(),
-        problem.out.data_ptr() + 2 * D_V * first,
-        problem.max_logits.data_ptr() + 4 * first,
-        problem.lse.data_ptr() + 4 * first,
+    head = part.first_head
+    sink = 0 if problem.attn_sink is None else 4 * head
+    first = (
+        head * q.stride(1), 0, 0, 4 * head * scale_strides[1], 0, sink, 0,
+        2 * D_V * head, 4 * head, 4 * head,
+    )  # fmt: skip
+    sizes = SIZES.pack(
         q.stride(0),
         q.stride(1),
         _kv_stride(problem),
@@ -158,9 +186,7 @@ def launch(problem: PrefillProblem, part: Part) -> None:
         problem.h_q,
         part.ctas_per_item,
     )
-    grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    kernel.launch(grid, (part.threads, 1, 1), SHARED_BYTES, stream, address, part.ctas_per_item)
+    return PreparedPart(configured.put, first if head else (), sizes)
 
 
 def _kv_stride(problem: PrefillProblem) -> int:

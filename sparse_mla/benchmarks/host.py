@@ -20,7 +20,10 @@ CALLS, BATCHES = 200, 11
 
 
 def cost(device: torch.device) -> dict[str, float]:
-    """Microseconds of host time a call of the strict operator, by who allocates the outputs."""
+    """Microseconds of host time a call of the strict operator, by who allocates the outputs.
+
+    The calls are alike, as those of a model's layers are: all but the first are `prepared`.
+    """
     given = make_set(SHAPE, device, 0)
     names = ("q", "kv", "indices", "sm_scale", "q_scale", "kv_scale")
     arguments = [getattr(given, name) for name in names]

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from hopper import ON_GPU, wide
 
+from sparse_mla import prepared
+
 HERE = Path(__file__).parent
 
 OF_ANY_KERNEL = {
@@ -45,6 +47,12 @@ def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
     else:
         with wide():
             yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    """No call is like one of an earlier test."""
+    prepared.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from sparse_mla import dispatch, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
+from sparse_mla import dispatch, prepared, sparse_mla_prefill, sparse_mla_q8kv8_prefill_fwd
 from sparse_mla.backends import sm90
 from sparse_mla.backends.sm90_plan import WIDE_HEADS, Part
 from sparse_mla.params import PrefillProblem
@@ -143,7 +143,7 @@ def wide() -> Iterator[None]:
     def plan(problem: PrefillProblem) -> tuple[Part, ...]:
         return (Part(WIDE_HEADS, 0, problem.h_q),)
 
-    with mock.patch.object(sm90, "plan", plan):
+    with mock.patch.object(sm90, "plan", plan), none_prepared():
         yield
 
 
@@ -151,14 +151,24 @@ def wide() -> Iterator[None]:
 def launches() -> Iterator[list[Part]]:
     """The parts that are launched within."""
     found: list[Part] = []
-    real = sm90.launch
+    real = sm90.prepare_part
 
-    def launch(problem: PrefillProblem, part: Part) -> None:
+    def prepare_part(problem: PrefillProblem, part: Part) -> Any:
         found.append(part)
-        real(problem, part)
+        return real(problem, part)
 
-    with mock.patch.object(sm90, "launch", launch):
+    with mock.patch.object(sm90, "prepare_part", prepare_part), none_prepared():
         yield found
+
+
+@contextmanager
+def none_prepared() -> Iterator[None]:
+    """Each call within is checked and planned, and none is remembered."""
+    with (
+        mock.patch.object(prepared, "run", return_value=None),
+        mock.patch.object(prepared, "remember"),
+    ):
+        yield
 
 
 @contextmanager
