@@ -30,7 +30,7 @@ GRID = 8
 """CTAs of a launch: few queries are then several items to each of them."""
 LENGTHS = (710, 0, 64, 330, 1, 129, 450)
 """Slots of the queries: no block, whole ones, parts of one, and more than a kernel has stages."""
-CTAS = {8: 2, 16: 4, 32: 8}
+CTAS = {8: 2, 16: 4, 24: 4, 32: 8}
 """CTAs that share an item, by its heads."""
 
 
