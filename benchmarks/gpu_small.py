@@ -32,7 +32,7 @@ LENGTHS = (710, 0, 64, 330, 1, 129, 450)
 """Slots of the queries: no block, whole ones, parts of one, and more than a kernel has stages."""
 ROWS = "a scale a row of q"
 SCALES = {"one scale": "tensor", ROWS: "token-head", "a scale a row of q and of kv": "token-head"}
-CTAS = {8: 2, 16: 4, 32: 8}
+CTAS = {8: 2, 16: 4, 24: 4, 32: 8}
 """CTAs that share an item, by its heads."""
 
 

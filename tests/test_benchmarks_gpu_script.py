@@ -137,7 +137,7 @@ def test_small_shapes_end_between_launches_when_their_time_is_up(
 ) -> None:
     assert small.main(["--limit", "-1"]) == small.UNFINISHED
     said = capsys.readouterr().out
-    assert said.startswith("stopped: before launch 1 of 54, quantize d512 torch.bfloat16, 0 ")
+    assert said.startswith("stopped: before launch 1 of 62, quantize d512 torch.bfloat16, 0 ")
     assert on_a_cpu["parts"] == []
 
 

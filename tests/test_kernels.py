@@ -144,7 +144,7 @@ def test_more_shared_memory_than_there_is_is_found(
 
 def test_there_is_a_variant_for_every_item_and_width() -> None:
     assert {(v.defines["HEADS"], v.defines["D_QK"]) for v in VARIANTS.values()} == {
-        (heads, d_qk) for heads in (8, 16, 32, 64) for d_qk in (512, 576)
+        (heads, d_qk) for heads in (8, 16, 24, 32, 64) for d_qk in (512, 576)
     }
     assert len(VARIANTS) == len(sm90_plan.KERNELS)
 

@@ -1,10 +1,10 @@
 """Which Hopper kernels run a prefill of a given shape, and how it is cut up for them.
 
 Two families of kernels compute the same thing. ``wide`` takes 64 heads a CTA and is bound by the
-tensor cores; ``few`` takes 8, 16 or 32 and is bound by the gather of KV rows, and with few queries
-it splits the slots of each over the CTAs of a cluster. `plan` cuts heads and slots into the mix
-that should take the least time, by the figures below. It sees sizes only, never data: equal shapes
-run the same kernels and give the same bits.
+tensor cores; ``few`` takes 8, 16, 24 or 32 and is bound by the way of KV rows through shared
+memory, and with few queries it splits the slots of each over the CTAs of a cluster. `plan` cuts
+heads and slots into the mix that should take the least time, by the figures below. It sees sizes
+only, never data: equal shapes run the same kernels and give the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALLEST_SHARE = 16
 """Multiprocessors for each CTA of a cluster: on a slice of a GPU a large cluster may find no room.
 """
 WIDE_HEADS = 64
-FEW_HEADS = (8, 16, 32)
+FEW_HEADS = (8, 16, 24, 32)
 
 Scales = Literal["one", "rows", "tokens"]
 SUFFIX: dict[Scales, str] = {"one": "", "rows": "-row-scales", "tokens": "-kv-scales"}
@@ -59,10 +59,10 @@ KERNELS: dict[tuple[int, int, Scales], jit.Variant] = {
 # Microseconds, measured on an H200 (docs/kernels/sm90-few-heads.md): what a CTA takes for a block
 # of 64 slots when all are at work, for an item beside that, to add up the parts of one, and for a
 # launch. Only their ratios decide anything.
-BLOCK_US = {8: 0.72, 16: 0.83, 32: 1.04, 64: 1.27}
-KV_SCALES_COST = {8: 1.09, 16: 1.10, 32: 1.15, 64: 1.25}
+BLOCK_US = {8: 0.67, 16: 0.78, 24: 0.94, 32: 1.01, 64: 1.27}
+KV_SCALES_COST = {8: 1.09, 16: 1.10, 24: 1.13, 32: 1.15, 64: 1.25}
 """Times as long a block takes where KV tokens have scales of their own."""
-ITEM_US = {8: 1.1, 16: 1.4, 32: 2.0, 64: 1.5}
+ITEM_US = {8: 1.0, 16: 1.3, 24: 1.5, 32: 1.8, 64: 1.5}
 PARTS_US = 4.0
 LAUNCH_US = 4.0
 
@@ -104,8 +104,9 @@ class Part:
     ) -> float:
         """How long it should take."""
         items, ctas = s_q * self.groups, self.ctas_per_item
-        # A cluster lies within a part of the chip: of eight, two fewer than the count allows.
-        at_once = multiprocessors // ctas - (2 if ctas == 8 else 0)
+        # A cluster lies within a part of the chip: of four and of eight, two fewer than the count
+        # allows. 32 clusters of four took twice the time of 16 on 132 multiprocessors.
+        at_once = multiprocessors // ctas - (2 if ctas >= 4 else 0)
         waves = -(-items // max(1, at_once))
         block = BLOCK_US[self.heads_per_item]
         if kv_scales:

@@ -46,7 +46,7 @@ def test_any_heads_and_slots(h_q: int, topk: int, d_qk: int) -> None:
         guard.check()
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64])
 def test_fewer_heads_are_the_first_of_more(heads: int) -> None:
     """Heads past the last are padding: they change nothing."""
     inputs = drawn(4, 300, h_q=64)
@@ -58,7 +58,7 @@ def test_fewer_heads_are_the_first_of_more(heads: int) -> None:
             assert_equal_bits(some.lse, all_heads.lse[:, :h_q], f"lse of {h_q} heads")
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("heads", [8, 16, 24, 32, 64])
 @pytest.mark.parametrize("topk", [1, 65, 192, 2051])
 def test_fewer_slots_are_more_padded_with_minus_one(topk: int, heads: int) -> None:
     inputs = drawn(4, 3000, topk=topk)

@@ -1,4 +1,4 @@
-// FP8 sparse MLA prefill on Hopper for few heads: 8, 16 or 32 a CTA (-D HEADS), and for few queries, whose slots are
+// FP8 sparse MLA prefill on Hopper for few heads: 8, 16, 24 or 32 a CTA (-D HEADS), and for few queries, whose slots are
 // split over the CTAs of a cluster. Also -D D_QK=512 or 576 and -D KV_SCALES=0 or 1; `backends/sm90.py` launches it.
 //
 //   for a query token t and HEADS of its heads:
@@ -10,10 +10,11 @@
 // the denominator sums P[j, h] / k[j].
 //
 // Why this shape of kernel. A row of 576 bytes serves 2 x HEADS x 1,088 operations: with 16 heads the tensor cores need a third of
-// the time that the rows take to arrive, and the gather is all that counts. Heads are the N of both products, S^T = K Q^T
-// and O^T = V^T P^T, so the tensor cores work on at most the next multiple of them. O^T of 32 heads is 128 registers a thread: each
-// of two warpgroups keeps a whole one of its own, with its own maxima, takes every other block of 64 slots, and meets the
-// other only at the end of a query token, as two parts of a split do.
+// the time that the rows take to arrive, and what counts is the gather and the bandwidth of shared memory, through which
+// every row goes three times: in, to S and to O. Heads are the N of both products, S^T = K Q^T and O^T = V^T P^T, so the
+// tensor cores work on at most the next multiple of 8 of them. O^T of 32 heads is 128 registers a thread: each of two
+// warpgroups keeps a whole one of its own, with its own maxima, takes every other block of 64 slots, and meets the other
+// only at the end of a query token, as two parts of a split do.
 //
 //   producer    gathers K[b+2], K[b+3], ...  by 16-byte cp.async into a ring of stages
 //   attend 0    S[b] = K[b] Q^T   | softmax of S[b] | O^T = O^T factor + V[b]^T P[b]^T |  b+2 ...
@@ -29,7 +30,6 @@
 constexpr int kHeads = HEADS;  // N of both products
 constexpr bool kKvScales = KV_SCALES;
 constexpr int kStages = 5;
-constexpr int kQAfter = 2;     // blocks of an item that go into the ring before its Q
 constexpr int kGroups = kHeads / 8;  // of 8 heads: columns of an accumulator fragment
 constexpr int kOwn = kHeads / 4;     // heads of which a thread holds elements
 constexpr int kQTile = kHeads * 128;  // Q in tiles like K's, kHeads rows each
@@ -41,21 +41,24 @@ constexpr int kTiles = kDv / 64;  // m64 tiles of O^T
 constexpr int kSteps = D_QK / 32;  // k-steps of S^T = K Q^T
 constexpr int kPartSteps = 6;      // of them are accumulated together
 constexpr int kParts = (kSteps + kPartSteps - 1) / kPartSteps;
-constexpr u32 kDepth = HEADS == 32 ? 2 : 4;  // tiles of O^T in the making: as many as there are registers for
-constexpr u32 kRoundTiles = HEADS == 32 ? 1 : 4;  // tiles that each warpgroup gives the other at a time
+constexpr u32 kDepth = HEADS < 24 ? 4 : 2;  // tiles of O^T in the making: as many as there are registers for
+constexpr u32 kVBuffers = kDepth + 1;  // a tile of V is read while those before it are multiplied
+constexpr u32 kRoundTiles = 32 / HEADS;  // tiles that each warpgroup gives the other at a time
 constexpr int kExchange = kRoundTiles * kHeads * 256;  // bytes of them in float32
 constexpr int kMaxSplits = 8;  // CTAs of the largest cluster
 
 constexpr int kThreads = 384;
-constexpr u32 kAttendRegisters = HEADS < 32 ? 208 : KV_SCALES ? 232 : 216;
+constexpr u32 kAttendRegisters = HEADS < 24 ? 208 : HEADS == 24 ? 216 : KV_SCALES ? 232 : 224;
 constexpr u32 kProducerRegisters = 504 - 2 * kAttendRegisters;  // 128 x 504: what a launch of 384 threads gives
 
 // Shared memory, by byte offset. Tiles want 1024-byte alignment (the swizzles repeat within it).
 constexpr u32 kAtK = 0;                                    // [kStages][kStageBytes]
-constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [kQBytes]
-constexpr u32 kAtP = kAtQ + kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
-constexpr u32 kAtExchange = kAtP + 2 * kPBytes;            // [2 warpgroups][kExchange]
-constexpr u32 kAtMaxima = kAtExchange + 2 * kExchange;     // float [2 warpgroups][kHeads][4 warps]; sums, in the end
+constexpr u32 kAtQ = kAtK + kStages * kStageBytes;         // [2][kQBytes]
+constexpr u32 kAtP = kAtQ + 2 * kQBytes;                   // [2 warpgroups][kPBytes]: 8 heads x 16 slots core matrices
+constexpr u32 kPEnd = kAtP + 2 * kPBytes;
+constexpr bool kExchangeOverQ = HEADS >= 24;               // of the item that ends, where there is no other room
+constexpr u32 kAtExchange = kExchangeOverQ ? kAtQ : kPEnd;  // [2 warpgroups][kExchange]
+constexpr u32 kAtMaxima = kPEnd + (kExchangeOverQ ? 0 : 2 * kExchange);  // float [2 warpgroups][kHeads][4 warps]; sums, in the end
 constexpr u32 kAtTops = kAtMaxima + 32 * kHeads;           // float [2 warpgroups][kHeads][4 warps]
 constexpr u32 kAtReference = kAtTops + 32 * kHeads;        // float [2 warpgroups][kHeads]
 constexpr u32 kAtShare = kAtReference + 8 * kHeads;        // float [2 warpgroups][kHeads]
@@ -65,8 +68,11 @@ constexpr u32 kAtValid = kAtKvScale + kStages * kBlock * 4;  // u64 [kStages], b
 constexpr u32 kAtKFull = kAtValid + kStages * 8;           // mbarriers from here
 constexpr u32 kAtKEmpty = kAtKFull + kStages * 8;
 constexpr u32 kAtQFull = kAtKEmpty + kStages * 8;
-constexpr u32 kAtQEmpty = kAtQFull + 8;
-constexpr u32 kSharedBytes = kAtQEmpty + 8;
+constexpr u32 kAtQEmpty = kAtQFull + 2 * 8;
+constexpr u32 kAtBoth = kAtQEmpty + 2 * 8;
+constexpr u32 kAtPair = kAtBoth + 8;  // [4 warps]
+constexpr u32 kSharedBytes = kAtPair + 4 * 8;
+static_assert(!kExchangeOverQ || 2 * kExchange <= kQBytes, "an exchange must fit over Q");
 static_assert(kSharedBytes <= 232448, "more than a CTA of compute capability 9.0 can have");
 
 // A CTA of a split leaves its part here, over the stages it has used: O^T, float4 [kTiles][kGroups][128 threads], then its
@@ -76,16 +82,15 @@ constexpr u32 kAtStatistics = kAtPart + kTiles * kGroups * 128 * 16;
 constexpr u32 kAtWeights = kAtStatistics + 3 * kHeads * 4;
 static_assert(kAtWeights + kMaxSplits * kHeads * 4 <= kAtQ, "a part must fit into the stages");
 
-// Named barriers: 1 for both attend warpgroups, 2 and 3 for each.
-constexpr u32 kBoth = 1, kOneOfThem = 2;
-
 // Shared memory by address. The base stays in a register; a generic pointer would be converted at each use.
 struct Memory {
   u32 base;
   DEVICE u32 k(u32 slot) const { return base + kAtK + slot * kStageBytes; }
-  DEVICE u32 q() const { return base + kAtQ; }
+  DEVICE u32 q(u32 buffer) const { return base + kAtQ + buffer * kQBytes; }
   DEVICE u32 p(u32 half) const { return base + kAtP + half * kPBytes; }
-  DEVICE u32 exchange(u32 half) const { return base + kAtExchange + half * kExchange; }
+  DEVICE u32 exchange(u32 buffer, u32 half) const {
+    return base + kAtExchange + (kExchangeOverQ ? buffer * kQBytes : 0) + half * kExchange;
+  }
   DEVICE u32 maximum(u32 half, u32 head, u32 warp) const { return base + kAtMaxima + ((half * kHeads + head) * 4 + warp) * 4; }
   DEVICE u32 top(u32 half, u32 head, u32 warp) const { return base + kAtTops + ((half * kHeads + head) * 4 + warp) * 4; }
   DEVICE u32 c(u32 half, u32 head) const { return base + kAtC + (half * kHeads + head) * 4; }
@@ -95,8 +100,10 @@ struct Memory {
   DEVICE u32 valid(u32 slot) const { return base + kAtValid + slot * 8; }
   DEVICE u32 k_full(u32 slot) const { return base + kAtKFull + slot * 8; }
   DEVICE u32 k_empty(u32 slot) const { return base + kAtKEmpty + slot * 8; }
-  DEVICE u32 q_full() const { return base + kAtQFull; }
-  DEVICE u32 q_empty() const { return base + kAtQEmpty; }
+  DEVICE u32 q_full(u32 buffer) const { return base + kAtQFull + buffer * 8; }
+  DEVICE u32 q_empty(u32 buffer) const { return base + kAtQEmpty + buffer * 8; }
+  DEVICE u32 both() const { return base + kAtBoth; }
+  DEVICE u32 pair(u32 warp) const { return base + kAtPair + warp * 8; }
   DEVICE u32 part(u32 i) const { return base + kAtPart + i * 16; }
   DEVICE u32 statistic(u32 which, u32 head) const { return base + kAtStatistics + (which * kHeads + head) * 4; }
   DEVICE u32 weight(u32 split, u32 head) const { return base + kAtWeights + (split * kHeads + head) * 4; }
@@ -142,7 +149,7 @@ struct Producer {
   const Memory memory;
   const u32 lane, warp;
   Ring<kStages> stage;
-  u32 q_parity = 1;
+  u32 turn = 0;  // items done: Q goes into two buffers by turns
 
   DEVICE int load_index(int token, int length, int block) const {
     const int slot = block * kBlock + warp * 16 + (lane & 15);
@@ -151,41 +158,33 @@ struct Producer {
 
   // Q of an item, zeros for heads past h_q
   DEVICE void load_q(const Blocks& blocks) {
-    mbarrier_wait(memory.q_empty(), q_parity);
-    q_parity ^= 1;
-    const u8* source = params.q + blocks.token * params.q_stride_token;
+    mbarrier_wait(memory.q_empty(turn & 1), turn >> 1 & 1 ^ 1);
+    const u32 q = memory.q(turn & 1);
 #pragma unroll 1
-    for (u32 c = warp * 32 + lane; c < kHeads * (D_QK / 16); c += 128) {
-      const u32 row = c / (D_QK / 16), chunk = c % (D_QK / 16), head = blocks.first_head + row;
-      const bool exists = head < static_cast<u32>(params.h_q);
-      const u32 latent = chunk / 8 * kQTile + row * 128 + ((chunk ^ row) % 8 << 4);
-      const u32 rope = kQRope + row * 64 + ((chunk ^ row >> 1) % 4 << 4);
-      cp_async_16(memory.q() + (chunk < kDv / 16 ? latent : rope),
-                  source + (exists ? head : 0) * params.q_stride_head + chunk * 16, exists ? 16 : 0);
+    for (u32 row = warp; row < kHeads; row += 4) {
+      const int head = blocks.first_head + row;
+      const u32 bytes = head < params.h_q ? 16 : 0;
+      const u8* source = params.q + blocks.token * params.q_stride_token + (bytes ? head : 0) * params.q_stride_head + lane * 16;
+      cp_async_16(q + lane / 8 * kQTile + row * 128 + ((lane ^ row) % 8 << 4), source, bytes);
+      if (D_QK > kDv && lane < 4) cp_async_16(q + kQRope + row * 64 + ((lane ^ row >> 1) % 4 << 4), source + kDv, bytes);
     }
-    cp_async_arrive(memory.q_full());
+    cp_async_arrive(memory.q_full(turn & 1));
+    turn++;
   }
 
   // Q into L2, an item ahead
   DEVICE void prefetch_q(const Blocks& blocks) const {
-    const u32 line = warp * 32 + lane, row = line / kQLines;
-    const int head = blocks.first_head + row;
-    if (row < kHeads && head < params.h_q) {
-      prefetch_l2(params.q + blocks.token * params.q_stride_token + head * params.q_stride_head +
-                  min(line % kQLines * 128, D_QK - 1u));
-    }
-    if constexpr (kHeads * kQLines > 128) {
-      const u32 more = line + 128;
-      if (more / kQLines < kHeads && blocks.first_head + static_cast<int>(more / kQLines) < params.h_q) {
-        prefetch_l2(params.q + blocks.token * params.q_stride_token +
-                    (blocks.first_head + more / kQLines) * params.q_stride_head + min(more % kQLines * 128, D_QK - 1u));
-      }
+    if (lane >= kQLines) return;
+    const int end = min(blocks.first_head + kHeads, params.h_q);
+#pragma unroll 1
+    for (int head = blocks.first_head + warp; head < end; head += 4) {
+      prefetch_l2(params.q + blocks.token * params.q_stride_token + head * params.q_stride_head + min(lane * 128, D_QK - 1u));
     }
   }
 
   // With registers enough, a block's addresses are computed before its copies and kept: else each copy takes the
   // registers of the last one's, and waits for it.
-  static constexpr bool kAddressesFirst = kProducerRegisters > 64;
+  static constexpr bool kAddressesFirst = kProducerRegisters > 40;
   template <typename T>
   DEVICE static T kept(T x) {
     if constexpr (kAddressesFirst) return opaque(x);
@@ -268,14 +267,12 @@ struct Producer {
     Blocks blocks = blocks_of(params, work, item);
     int index = load_index(blocks.token, blocks.length, blocks.begin);
     while (true) {
+      load_q(blocks);
       item += work.step;
       const bool more = item < work.items;
       const Blocks next = more ? blocks_of(params, work, item) : Blocks{0, 0, 0, 0, 0};
       if (more) prefetch_q(next);
       for (int block = blocks.begin; block < blocks.end; block++) {
-        // Q has a single buffer, in use to the end of the last two S of the item before: when that wait is over, the
-        // stage of the third last block is about to be free.
-        if (block == blocks.begin + kQAfter) load_q(blocks);
         // The indices of the next block are on their way while this one's rows are asked for.
         const bool last = block + 1 == blocks.end;
         const int ahead = load_index(last ? next.token : blocks.token, last ? next.length : blocks.length,
@@ -283,7 +280,6 @@ struct Producer {
         gather(index);
         index = ahead;
       }
-      if (blocks.end - blocks.begin <= kQAfter) load_q(blocks);
       if (!more) break;
       if (blocks.begin == blocks.end) index = load_index(next.token, next.length, next.begin);
       blocks = next;
@@ -302,13 +298,13 @@ struct Attend {
   const Memory memory;
   const u32 lane, warp, half;
   Ring<kStages> stage;
-  u32 q_parity = 0;
+  u32 turn = 0;  // items done: Q comes in two buffers by turns
   float o[kTiles][kHeads / 2];
-  float reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
+  float c[kOwn], reference[kOwn], sum[kOwn], top[kOwn];  // own head e is head(e)
 
   DEVICE u32 head(u32 e) const { return 8 * (e / 2) + 2 * (lane & 3) + e % 2; }
   DEVICE u32 thread() const { return warp * 32 + lane; }
-  DEVICE void sync() const { barrier_sync(kOneOfThem + half, 128); }
+  DEVICE void sync() const { barrier_sync(1 + half, 128); }
 
   DEVICE float q_scale(int token, int h) const {
     return __ldg(params.q_scale + static_cast<i64>(token) * params.q_scale_stride_token +
@@ -333,8 +329,13 @@ struct Attend {
       for (u32 i = 0; i < kHeads / 2; i++) o[m][i] = 0.f;
     }
     sync();  // c is there
-    mbarrier_wait(memory.q_full(), q_parity);
-    q_parity ^= 1;
+#pragma unroll
+    for (u32 n = 0; n < kGroups; n++) {
+      const float2 x = load_shared_float2(memory.c(half, head(2 * n)));
+      c[2 * n] = x.x;
+      c[2 * n + 1] = x.y;
+    }
+    mbarrier_wait(memory.q_full(turn & 1), turn >> 1 & 1);
   }
 
   // S^T = K[stage] Q^T, in parts of 192 columns, left in flight
@@ -345,7 +346,7 @@ struct Attend {
   DEVICE void start_scores(float (&part)[kParts][kHeads / 2]) {
     mbarrier_wait(memory.k_full(stage.slot), stage.parity);
     fence_async_shared();  // K and Q came by cp.async and are read by wgmma
-    const u32 k = memory.k(stage.slot), q = memory.q();
+    const u32 k = memory.k(stage.slot), q = memory.q(turn & 1);
     const u64 k_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), k);
     const u64 q_latent = descriptor(descriptor_shape(16, 1024, Swizzle::bytes_128), q);
     const u64 k_rope = descriptor(descriptor_shape(16, 512, Swizzle::bytes_64), k + kRope);
@@ -389,12 +390,10 @@ struct Attend {
       }
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
-        float2 c = make_float2(1.f, 1.f);
-        if constexpr (kKvScales) c = load_shared_float2(memory.c(half, head(2 * n)));
 #pragma unroll
         for (u32 e = 0; e < 2; e++) {
           float& x = s[4 * n + 2 * r + e];
-          if constexpr (kKvScales) x *= (e ? c.y : c.x) * k;
+          if constexpr (kKvScales) x *= c[2 * n + e] * k;
           if (!in) x = -kInfinity;
           if constexpr (kKvScales) {
             top[2 * n + e] = fmaxf(top[2 * n + e], x);
@@ -414,8 +413,8 @@ struct Attend {
 #pragma unroll
     for (u32 lanes = 16; lanes >= 4; lanes /= 2) {
       const bool upper = lane & lanes;
-      count /= 2;
-      if (count > 0) {
+      if (count % 2 == 0) {
+        count /= 2;
         e += upper ? count : 0;
 #pragma unroll
         for (u32 k = 0; k < count; k++) {
@@ -424,23 +423,32 @@ struct Attend {
         }
       } else {
         first = first && !upper;
-        x[0] = combine(x[0], __shfl_xor_sync(~0u, x[0], lanes));
+#pragma unroll
+        for (u32 k = 0; k < count; k++) x[k] = combine(x[k], __shfl_xor_sync(~0u, x[k], lanes));
       }
     }
-    if (first) store_shared_float((memory.*where)(half, head(e), warp), x[0]);
+    if (!first) return;
+#pragma unroll
+    for (u32 k = 0; k < count; k++) store_shared_float((memory.*where)(half, head(e + k), warp), x[k]);
   }
 
+  // What turns S into logits in units of log2; with scales of tokens mask_and_scale does.
+  DEVICE float c_of(u32 e) const { return kKvScales ? 1.f : c[e]; }
+
   // Moves the references to the new maxima; `factor` is what O and the sums are multiplied by.
-  DEVICE void move_references(const float (&s)[kHeads / 2], const float (&c)[kOwn], float (&factor)[kOwn]) {
+  DEVICE void move_references(const float (&s)[kHeads / 2], float (&factor)[kOwn]) {
     float most[kOwn];
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) most[e] = fmaxf(s[e / 2 * 4 + e % 2], s[e / 2 * 4 + 2 + e % 2]);
     store_over_slots(&Memory::maximum, most, [](float a, float b) { return fmaxf(a, b); });
     sync();
+    // Lane 4 g + i reads the maxima of own head g alone, and lanes hand them round: a 16-byte load of a warp is four
+    // passes through shared memory, whoever asks for the same.
+    const float4 x = load_shared_float4(memory.maximum(half, head(min(lane >> 2, kOwn - 1u)), 0));
+    const float maximum = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w));
 #pragma unroll
     for (u32 e = 0; e < kOwn; e++) {
-      const float4 x = load_shared_float4(memory.maximum(half, head(e), 0));
-      const float moved = fmaxf(reference[e], fmaf(fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), c[e], -kHeadroom));
+      const float moved = fmaxf(reference[e], fmaf(__shfl_sync(~0u, maximum, 4 * e + (lane & 3)), c_of(e), -kHeadroom));
       factor[e] = exp2_approx(reference[e] - moved);
       reference[e] = moved;
     }
@@ -448,8 +456,7 @@ struct Attend {
 
   // P = 2^(c S - ref), to e4m3 and, transposed, to shared memory. Slots g and g + 8 of a warp's 16 become neighbours: a row
   // of P holds them in the order 0 8 1 9 ... 7 15.
-  DEVICE void write_p(const float (&s)[kHeads / 2], const float (&c)[kOwn], const float (&k_log2)[2],
-                      const float (&factor)[kOwn]) {
+  DEVICE void write_p(const float (&s)[kHeads / 2], const float (&k_log2)[2], const float (&factor)[kOwn]) {
     u32 packed[kGroups];
 #pragma unroll
     for (u32 n = 0; n < kGroups; n++) {
@@ -459,7 +466,7 @@ struct Attend {
         float added = 0.f;
 #pragma unroll
         for (u32 r = 0; r < 2; r++) {
-          const float exponent = fmaf(s[4 * n + 2 * r + e], c[2 * n + e], -reference[2 * n + e]);
+          const float exponent = fmaf(s[4 * n + 2 * r + e], c_of(2 * n + e), -reference[2 * n + e]);
           x[2 * e + r] = exp2_approx(exponent);
           added += kKvScales ? exp2_approx(exponent - k_log2[r]) : x[2 * e + r];
         }
@@ -467,7 +474,13 @@ struct Attend {
       }
       packed[n] = pack_e4m3(x[0], x[1], x[2], x[3]);
     }
-    stmatrix_trans(memory.p(half) + warp * (16 * kHeads) + (lane & (kHeads - 1)) * 16, packed);
+    const u32 place = memory.p(half) + warp * (16 * kHeads);
+    if constexpr (kGroups == 3) {
+      stmatrix_trans(place + (lane & 15) * 16, {packed[0], packed[1]});
+      stmatrix_trans(place + 256 + (lane & 7) * 16, {packed[2]});
+    } else {
+      stmatrix_trans(place + (lane & (kHeads - 1)) * 16, packed);
+    }
   }
 
   // V^T of slots 32 step .. + 31 in m64 tile m, columns still in pairs
@@ -491,54 +504,48 @@ struct Attend {
   }
 
   // O^T = O^T factor + V[stage]^T P^T, kDepth tiles under way
-  DEVICE void multiply_values(u32 (&v)[kDepth][2][4], const float (&factor)[kOwn]) {
+  DEVICE void multiply_values(u32 (&v)[kVBuffers][2][4], const float (&factor)[kOwn]) {
     const u64 p = descriptor(descriptor_shape(16 * kHeads, 128, Swizzle::none), memory.p(half));
     float t[kDepth][kHeads / 2];
 #pragma unroll
     for (u32 m = 0; m < kTiles; m++) {
-      auto& a = v[m % kDepth];
+      auto& a = v[m % kVBuffers];
       part_columns(a[0]);
       part_columns(a[1]);
       wgmma_fence();
       wgmma_registers<kHeads>(t[m % kDepth], a[0], p, 0);
       wgmma_registers<kHeads>(t[m % kDepth], a[1], p + (32 * kHeads >> 4), 1);
       wgmma_commit();
-      const u32 done = m + 1 - kDepth;  // the tile whose product is there, whose V may be overwritten, after the wait
-      if (m + 1 >= kDepth) wgmma_wait<kDepth - 1>();
-      if (m + 1 < kTiles) {
-        load_v(v[(m + 1) % kDepth][0], 0, m + 1);
-        load_v(v[(m + 1) % kDepth][1], 1, m + 1);
+      if (m + 1 < kTiles) {  // over V of tile m - kDepth, whose product was waited for
+        load_v(v[(m + 1) % kVBuffers][0], 0, m + 1);
+        load_v(v[(m + 1) % kVBuffers][1], 1, m + 1);
       }
       if (m + 2 == kTiles) mbarrier_arrive(memory.k_empty(stage.slot));
-      if (m + 1 >= kDepth) add(done, t[done % kDepth], factor);
+      if (m + 1 >= kDepth) {
+        const u32 done = m + 1 - kDepth;
+        wgmma_wait<kDepth - 1>();
+        add(done, t[done % kDepth], factor);
+      }
     }
     wgmma_wait<0>();
 #pragma unroll
     for (u32 m = kTiles + 1 - kDepth; m < kTiles; m++) add(m, t[m % kDepth], factor);
   }
 
-  DEVICE void attend(bool last) {
-    float s[kHeads / 2], c[kOwn], factor[kOwn], k_log2[2];
-    u32 v[kDepth][2][4];
+  DEVICE void attend() {
+    float s[kHeads / 2], factor[kOwn], k_log2[2];
+    u32 v[kVBuffers][2][4];
     {
       float part[kParts][kHeads / 2];
       start_scores(part);
       load_v(v[0][0], 0, 0);  // V is the K tile: its first fragments are read under the product
       load_v(v[0][1], 1, 0);
-      // What turns S into logits in units of log2; with scales of tokens mask_and_scale does.
-#pragma unroll
-      for (u32 n = 0; n < kGroups; n++) {
-        const float2 x = kKvScales ? make_float2(1.f, 1.f) : load_shared_float2(memory.c(half, head(2 * n)));
-        c[2 * n] = x.x;
-        c[2 * n + 1] = x.y;
-      }
       wgmma_wait<0>();
       sum_parts(s, part);
     }
-    if (last) mbarrier_arrive(memory.q_empty());
     mask_and_scale(s, k_log2);
-    move_references(s, c, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
-    write_p(s, c, k_log2, factor);
+    move_references(s, factor);  // its barrier: P may be overwritten, all four warps are through with the last product
+    write_p(s, k_log2, factor);
     fence_async_shared();  // P was stored by stmatrix and is read by wgmma
     sync();
     multiply_values(v, factor);
@@ -549,7 +556,7 @@ struct Attend {
     float reference, total, top;
   };
 
-  DEVICE Statistics meet(u32 head) const {
+  DEVICE Statistics statistics(u32 head) const {
     Statistics x[2];
 #pragma unroll
     for (u32 w = 0; w < 2; w++) {
@@ -597,6 +604,15 @@ struct Attend {
     if (h + 1 < params.h_q) out[kDv / 2] = pack_bf16(x.y, x.w);
   }
 
+  // Returns when all that meet at a barrier are there, for the `time`th time. The warpgroups meet once an item, and a warp
+  // of one and that of the other which it exchanges O with an odd number of times: so `turn` knows the parity.
+  //
+  // Not a named barrier: across one of 256 of the CTA's threads racecheck reported hazards.
+  DEVICE static void meet(u32 barrier, u32 time) {
+    mbarrier_arrive(barrier);
+    mbarrier_wait(barrier, time & 1);
+  }
+
   // The end of an item: the two warpgroups add up their parts, each 256 columns, and this CTA's part goes out, to the
   // outputs or, where the item is split, to shared memory for the others of the cluster.
   DEVICE void finish(const Blocks& blocks, const Work& work) {
@@ -606,10 +622,10 @@ struct Attend {
 #pragma unroll
       for (u32 e = 0; e < kOwn; e++) store_shared_float(memory.reference(half, head(e)), reference[e]);
     }
-    barrier_sync(kBoth, 256);
+    meet(memory.both(), turn);
     const bool alone = work.splits == 1;
     if (thread() < kHeads) {  // what this warpgroup's part is multiplied by
-      const Statistics x = meet(thread());
+      const Statistics x = statistics(thread());
       const int h = blocks.first_head + thread();
       float share = exp2_approx(load_shared_float(memory.reference(half, thread())) - x.reference);
       if (alone) {
@@ -634,7 +650,7 @@ struct Attend {
         for (u32 i = 0; i < kRoundTiles; i++) {
           const float* low = o[round + i] + 4 * n;
           const float* high = o[round + i + kTiles / 2] + 4 * n;
-          const u32 given = memory.exchange(half) + ((i * kGroups + n) * 128 + thread()) * 16;
+          const u32 given = memory.exchange(turn & 1, half) + ((i * kGroups + n) * 128 + thread()) * 16;
           if (half == 0) {
             store_shared_float4(given, high[0] * share.x, high[1] * share.y, high[2] * share.x, high[3] * share.y);
           } else {
@@ -642,14 +658,14 @@ struct Attend {
           }
         }
       }
-      barrier_sync(kBoth, 256);
+      meet(memory.pair(warp), turn);
 #pragma unroll
       for (u32 n = 0; n < kGroups; n++) {
         const float2 share = load_shared_float2(memory.share(half, head(2 * n)));
 #pragma unroll
         for (u32 i = 0; i < kRoundTiles; i++) {
           const u32 m = round + i + half * (kTiles / 2);
-          float4 x = load_shared_float4(memory.exchange(half ^ 1) + ((i * kGroups + n) * 128 + thread()) * 16);
+          float4 x = load_shared_float4(memory.exchange(turn & 1, half ^ 1) + ((i * kGroups + n) * 128 + thread()) * 16);
           float own[4];
 #pragma unroll
           for (u32 k = 0; k < 4; k++) {
@@ -664,8 +680,10 @@ struct Attend {
           }
         }
       }
-      if (round + kRoundTiles < kTiles / 2) barrier_sync(kBoth, 256);
+      if (round + kRoundTiles < kTiles / 2) meet(memory.pair(warp), turn + 1);
     }
+    mbarrier_arrive(memory.q_empty(turn & 1));
+    turn++;
     if (!alone) combine(blocks, work);
   }
 
@@ -691,7 +709,7 @@ struct Attend {
       store_shared_float(memory.weight(own, head), x.total == 0.f ? 0.f : scale * v_scale / denominator(x, h));
       if (work.split == 0 && own == 0) store_statistics(blocks.token, h, x, v_scale);
     }
-    barrier_sync(kBoth, 256);
+    meet(memory.both(), 1);
     for (u32 at = work.split * 256 + first; at < kTiles * kGroups * 128; at += work.splits * 256) {
       const u32 m = at / (kGroups * 128), n = at / 128 % kGroups, owner = at % 128;
       const u32 head = 8 * n + 2 * (owner & 3);
@@ -711,15 +729,14 @@ struct Attend {
 
   DEVICE void run(const Work& work) {
     // The warpgroup that takes an item's first block alternates, so that both work where items have a single one.
-    u32 turn = half;
-    for (int item = work.item; item < work.items; item += work.step, turn ^= 1) {
+    u32 first = half;
+    for (int item = work.item; item < work.items; item += work.step, first ^= 1) {
       const Blocks blocks = blocks_of(params, work, item);
       const int count = blocks.end - blocks.begin;
       start(blocks);
-      if (turn == 1 && count > 0) stage.next();
-      if (turn >= count) mbarrier_arrive(memory.q_empty());
-      for (int b = turn; b < count; b += 2) {
-        attend(b + 2 >= count);
+      if (first == 1 && count > 0) stage.next();
+      for (int b = first; b < count; b += 2) {
+        attend();
         stage.next();
         if (b + 1 < count) stage.next();
       }
@@ -734,15 +751,20 @@ extern "C" __global__ __launch_bounds__(kThreads, 1) void sparse_mla_prefill_few
     const __grid_constant__ PrefillParams params) {
   extern __shared__ __align__(1024) u8 shared[];
   const Memory memory{opaque(shared_address(shared))};
-  const u32 lane = threadIdx.x & 31, warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
+  // From a shuffle: what comes straight from threadIdx would be read and masked again at each use, 100 cycles each time.
+  const u32 lane = __shfl_sync(~0u, threadIdx.x & 31, threadIdx.x & 31), warp = __shfl_sync(~0u, threadIdx.x >> 5 & 3, 0);
   const u32 role = __shfl_sync(~0u, threadIdx.x >> 7, 0);
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       mbarrier_init(memory.k_full(i), 128 + 4);  // producer: copies of all threads, and what its four warps store
       mbarrier_init(memory.k_empty(i), 128);     // the warpgroup that used it
     }
-    mbarrier_init(memory.q_full(), 128);   // producer
-    mbarrier_init(memory.q_empty(), 256);  // both warpgroups
+    for (int i = 0; i < 2; i++) {
+      mbarrier_init(memory.q_full(i), 128);   // producer
+      mbarrier_init(memory.q_empty(i), 256);  // both warpgroups
+    }
+    mbarrier_init(memory.both(), 256);                               // both warpgroups
+    for (int i = 0; i < 4; i++) mbarrier_init(memory.pair(i), 64);  // a warp of each
     fence_mbarrier_init();
   }
   __syncthreads();
