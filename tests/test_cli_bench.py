@@ -74,7 +74,7 @@ def test_the_defaults(replayed: dict[str, Any]) -> None:
     assert replayed["shapes"] == list(shapes.DEFAULT)
     assert replayed["names"] is None
     assert vars(replayed["settings"]) == {
-        "moods": ("burst", "sustained"), "rounds": 24, "cold": True, "host": True
+        "moods": ("burst", "sustained"), "rounds": 32, "cold": True, "host": True
     }  # fmt: skip
     assert "v32-tp1-q4096-kv32k-uniform  burst" in result.stdout
     invoke("--quick", "--warm-cache")

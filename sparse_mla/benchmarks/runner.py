@@ -43,7 +43,7 @@ class Settings:
     """How to measure."""
 
     moods: tuple[Mood, ...] = MOODS
-    rounds: int = 24
+    rounds: int = 32
     cold: bool = True
     """Rotate input sets, and overwrite the L2 between calls where these are smaller than it."""
     host: bool = True

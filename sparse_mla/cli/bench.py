@@ -37,7 +37,7 @@ def bench(
         str | None, typer.Option("--only", metavar="PART", help="speed or accuracy.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option(help="Timed calls of each peer: 24, on a CPU 5.")
+        int | None, typer.Option(help="Timed calls of each peer: 32, on a CPU 5.")
     ] = None,
     warm_cache: Annotated[
         bool, typer.Option("--warm-cache", help="One input set, rows stay in the L2.")
@@ -264,7 +264,7 @@ def _settings(
     from ..benchmarks.runner import Settings
 
     on_cpu = place.type == "cpu"
-    usual = (3 if quick else 5) if on_cpu else (8 if quick else 24)
+    usual = (3 if quick else 5) if on_cpu else (8 if quick else 32)
     settings = Settings(rounds=rounds or usual, cold=not warm_cache, host=before is None)
     if before is None:
         return settings
