@@ -94,13 +94,14 @@ def test_few_heads_take_less_than_the_same_padded(h_q: int, most: float) -> None
     assert native <= most * wide
 
 
-@pytest.mark.parametrize("scales", ["kv", "q"])
-@pytest.mark.parametrize("h_q", [16, 128])
-def test_scales_a_token_cost_little(h_q: int, scales: str) -> None:
+@pytest.mark.parametrize(
+    ("h_q", "scales", "most"), [(16, "kv", 1.2), (16, "q", 1.2), (128, "kv", 1.5), (128, "q", 1.2)]
+)
+def test_scales_a_token_cost_little(h_q: int, scales: str, most: float) -> None:
     inputs = drawn(S_Q, S_KV, h_q, topk=2048)
     many = torch.full((S_KV,) if scales == "kv" else (S_Q, h_q), 0.5, device=DEVICE)
     each, one = milliseconds(
         Call(replace(inputs, **{f"{scales}_scale": many})),
         Call(replace(inputs, **{f"{scales}_scale": scalar(0.5)})),
     )
-    assert each <= 1.3 * one
+    assert each <= most * one
