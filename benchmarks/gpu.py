@@ -55,7 +55,6 @@ GRACE_SECONDS = 60.0
 KEPT = 40
 """Different findings of a tool that are kept whole."""
 
-BENCH = "import sys; from sparse_mla.cli import main; sys.argv[0] = 'sparse-mla'; main()"
 MOST_PROCESSES = 8
 """Of tests, at a time; they share one GPU."""
 
@@ -197,7 +196,7 @@ def findings(said: str) -> Iterator[tuple[str | None, str]]:
 def run_bench(folder: Path) -> dict[str, Any]:
     """``sparse-mla bench``; its results whole."""
     output = folder / "bench.json"
-    command = [sys.executable, "-c", BENCH, "bench", "-o", str(output)]
+    command = [sys.executable, "-m", "sparse_mla", "bench", "-o", str(output)]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
     results = json.loads(output.read_text()) if output.exists() else None
     return {"ok": code == 0, "exit_code": code, "results": results}

@@ -85,6 +85,12 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"sparse-mla {__version__}\n")
 
 
+def test_without_an_installed_script() -> None:
+    command = [sys.executable, "-m", "sparse_mla", "run", "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "Usage: sparse-mla run " in done.stdout
+
+
 @pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("--version",), ("run",)])
 def test_help_does_not_wait_for_torch(arguments: tuple[str, ...]) -> None:
     code = (

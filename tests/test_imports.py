@@ -19,7 +19,7 @@ ROOT = Path(sparse_mla.__file__).parent
 PACKAGE = "sparse_mla"
 
 # A room is a module or a folder of sparse_mla; these modules are parts of the room they serve.
-PART_OF = {"violations": "checks", "jit_cache": "jit", "jit_driver": "jit"}
+PART_OF = {"violations": "checks", "jit_cache": "jit", "jit_driver": "jit", "__main__": "cli"}
 
 # The rooms that a room may import, itself apart.
 MAY_IMPORT: dict[str, set[str]] = {
