@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import results
 
-from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner, timing
+from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner
 from sparse_mla.benchmarks import peers as peers_room
 from sparse_mla.benchmarks.peers import Outputs, everything
 from sparse_mla.benchmarks.peers.flash_mla import FlashMLA, dequantised
@@ -38,50 +37,6 @@ def small_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 def schema() -> Any:
     text = resources.files("sparse_mla.benchmarks").joinpath("results.schema.json").read_text()
     return json.loads(text)
-
-
-def test_a_summary_of_literal_times() -> None:
-    found = timing.summary([5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0])
-    assert found == {
-        "median_ms": 6.0, "p10_ms": 2.0, "p90_ms": 10.0, "min_ms": 1.0, "max_ms": 11.0, "runs": 11,
-        "all_ms": [5.0, 1.0, 2.0, 3.0, 4.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0],
-    }  # fmt: skip
-    assert timing.summary([3.0])["p90_ms"] == 3.0
-
-
-class RecordingClock(timing.CpuClock):
-    """Says in which order and groups calls were made; each takes as long as its place."""
-
-    def __init__(self) -> None:
-        self.groups: list[int] = []
-
-    def times(self, calls: Any, mood: timing.Mood) -> list[float]:
-        self.groups.append(len(calls))
-        return [call() for call in calls]
-
-
-@pytest.mark.parametrize(("mood", "groups"), [("sustained", [20]), ("burst", [16, 4])])
-def test_rounds_interleave_what_is_compared(mood: timing.Mood, groups: list[int]) -> None:
-    made: list[str] = []
-
-    def call(name: str, number: int) -> timing.Call:
-        return lambda: made.append(name) or float(number)
-
-    calls = {name: [call(name, number) for number in range(10)] for name in "ab"}
-    clock = RecordingClock()
-    found = timing.interleaved(calls, clock, mood)
-    assert made == ["a", "b"] * 10
-    assert clock.groups == groups
-    assert found == {"a": [float(n) for n in range(10)], "b": [float(n) for n in range(10)]}
-
-
-def test_shares_of_the_ceilings() -> None:
-    limits = results()["ceilings"]["burst"]
-    found = ceilings.shares(800.0, 3.0, limits)
-    assert found == {"of_matmul": 0.5, "of_copy": 0.75, "of_roofline": 0.75}
-    assert ceilings.shares(800.0, 3.0, {}) == {
-        "of_matmul": None, "of_copy": None, "of_roofline": None
-    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("small_ceilings")

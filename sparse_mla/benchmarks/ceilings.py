@@ -6,21 +6,29 @@ On a GPU: a matmul of 8192^3 in FP8 and one in bfloat16, and a copy of 4 GiB. On
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .timing import Clock, Mood, interleaved, summary
+from .timing import Call, Clock, Mood, interleaved, summary
 
 MATMUL = {"cuda": 8192, "cpu": 4096}
 COPY_BYTES = {"cuda": 1 << 32, "cpu": 1 << 28}
+SUSTAINED_MS = 400.0
+"""A sustained sample lasts as long at least: clocks move within tens of milliseconds."""
+UNSTEADY = 1.05
+"""p90 over p10 of a sample whose median says little."""
 
 
 def measure(
     device: torch.device, clock: Clock, moods: Sequence[Mood], rounds: int
 ) -> dict[str, Any]:
-    """By mood and ceiling: ``tflops`` or ``tb_per_s``, and the times behind it."""
+    """By mood and ceiling: ``tflops`` or ``tb_per_s``, and the times behind it.
+
+    ``rounds`` are the calls of each; sustained ones are more where those end too soon.
+    """
     n, size = MATMUL[device.type], COPY_BYTES[device.type]
     generator = torch.Generator(device).manual_seed(0)
     square = torch.randn(n, n, generator=generator, device=device)
@@ -39,13 +47,31 @@ def measure(
             call()
             if mood == "sustained":
                 clock.settle([call])
-            times = summary(interleaved({name: [call] * rounds}, clock, mood)[name])
+            times = summary(_sample(call, clock, mood, rounds))
             found[mood][name] = {
                 unit: amount / times["median_ms"] / 1e9,
                 "size": n if unit == "tflops" else size,
+                "unsteady": unsteady(times),
                 **times,
             }
     return found
+
+
+def _sample(call: Call, clock: Clock, mood: Mood, rounds: int) -> list[float]:
+    """Milliseconds of so many calls, or of as many as fill ``SUSTAINED_MS``."""
+
+    def timed(count: int) -> list[float]:
+        return interleaved({"": [call] * count}, clock, mood, [call])[""]
+
+    found = timed(rounds)
+    if mood == "sustained" and sum(found) < SUSTAINED_MS:
+        found = timed(math.ceil(SUSTAINED_MS / (sum(found) / rounds)))
+    return found
+
+
+def unsteady(times: dict[str, Any]) -> bool:
+    """Whether the times of a ceiling spread so far that shares of its median say little."""
+    return bool(times["p90_ms"] > UNSTEADY * times["p10_ms"])
 
 
 def _fp8_matmul(square: torch.Tensor) -> Callable[[], Any]:

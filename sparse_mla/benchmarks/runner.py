@@ -195,11 +195,12 @@ def _timed(
     for peer in peers:
         _reserve(peer, workload, len(calls[peer.name]))
     fast = {name: each for name, each in calls.items() if name not in slow}
+    together, apart = ([warm[name] for name in part] for part in (fast, slow))
     if mood == "sustained":
-        clock.settle([warm[name] for name in fast or calls])
+        clock.settle(together or apart)
     companions = _companions(workload, rounds)
-    spent = interleaved({**companions, **fast}, clock, mood)
-    spent |= interleaved({name: calls[name] for name in slow}, clock, mood)
+    spent = interleaved({**companions, **fast}, clock, mood, together)
+    spent |= interleaved({name: calls[name] for name in slow}, clock, mood, apart)
     found: dict[str, Any] = {"rounds": rounds, "peers": {}}
     if isinstance(clock, GpuClock):
         busy = next((warm[name] for name in fast), None) if mood == "sustained" else None

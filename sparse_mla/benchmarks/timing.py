@@ -10,6 +10,7 @@ A CPU has the one mood ``sustained``.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -26,11 +27,13 @@ IDLE_SECONDS = 0.25
 BURST_ROUNDS = 8
 SETTLE_SECONDS = 1.0
 WARM_CALLS = 3
-CYCLES_A_CALL = 600_000
+AHEAD_MS_A_CALL = 0.3
 """The GPU is kept busy for as long before the first timed call as the host may take to enqueue
-all of them (300 us a call), so that no launch is waited for."""
-FEWEST_CYCLES, MOST_CYCLES = 20_000_000, 100_000_000
-"""10 to 50 ms: one call of plain torch is dozens of launches."""
+all of them, so that no launch is waited for."""
+FEWEST_AHEAD_MS, MOST_AHEAD_MS = 10.0, 50.0
+"""One call of plain torch is dozens of launches."""
+SPIN_CYCLES_A_MS = 2_000_000
+"""Of the GPU's clock at its highest; at a lower one a spin lasts longer."""
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, Any]:
@@ -65,25 +68,58 @@ class GpuClock:
                 call()
             torch.cuda.synchronize(self.device)
 
-    def times(self, calls: Sequence[Call], mood: Mood) -> list[float]:
-        """Milliseconds of each call on the GPU, one after the other."""
+    def times(self, calls: Sequence[Call], mood: Mood, untimed: Sequence[Call] = ()) -> list[float]:
+        """Milliseconds of each call on the GPU, one after the other.
 
-        def event() -> torch.cuda.Event:
-            return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-        events = [(event(), event()) for _ in calls]
+        ``untimed`` are calls of the same work, which go before when ``sustained``: a GPU that waits
+        draws less power, and for the 10 ms after it the clocks are not those that last.
+        """
+        events = [(_event(), _event()) for _ in calls]
         torch.cuda.synchronize(self.device)
         if mood == "burst":
             time.sleep(IDLE_SECONDS)
-        torch.cuda._sleep(min(max(CYCLES_A_CALL * len(calls), FEWEST_CYCLES), MOST_CYCLES))  # type: ignore[no-untyped-call]
+        ahead = min(max(AHEAD_MS_A_CALL * len(calls), FEWEST_AHEAD_MS), MOST_AHEAD_MS)
+        if mood == "burst" or not self._work_ahead(untimed, ahead):
+            torch.cuda._sleep(int(SPIN_CYCLES_A_MS * ahead))  # type: ignore[no-untyped-call]
         for call, (start, stop) in zip(calls, events, strict=True):
-            if self.scratch.numel():
-                self.scratch.zero_()
+            self._overwrite_l2()
             start.record()
             call()
             stop.record()
         torch.cuda.synchronize(self.device)
         return [start.elapsed_time(stop) for start, stop in events]
+
+    def _work_ahead(self, calls: Sequence[Call], milliseconds: float) -> bool:
+        """Have the GPU work on these calls for so long after the host is done with them.
+
+        False where the host takes about as long over them as the GPU: it would never get ahead.
+        """
+        start, stop = _event(), _event()
+        begin = time.perf_counter()
+        start.record()
+        self._enqueue(calls)
+        stop.record()
+        enqueued = (time.perf_counter() - begin) * 1e3
+        torch.cuda.synchronize(self.device)
+        gain = start.elapsed_time(stop) - 2 * enqueued  # once more for the launch it waited for
+        if gain <= enqueued:
+            return False
+        for _ in range(math.ceil(milliseconds / gain)):
+            self._enqueue(calls)
+        return True
+
+    def _enqueue(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            self._overwrite_l2()
+            call()
+
+    def _overwrite_l2(self) -> None:
+        if self.scratch.numel():
+            self.scratch.zero_()
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class CpuClock:
@@ -92,8 +128,8 @@ class CpuClock:
     def settle(self, calls: Sequence[Call]) -> None:
         """Nothing: a CPU's first call warms it up."""
 
-    def times(self, calls: Sequence[Call], mood: Mood) -> list[float]:
-        """Milliseconds of each call."""
+    def times(self, calls: Sequence[Call], mood: Mood, untimed: Sequence[Call] = ()) -> list[float]:
+        """Milliseconds of each call; there is nothing to get ahead of."""
         spent = []
         for call in calls:
             start = time.perf_counter()
@@ -105,16 +141,18 @@ class CpuClock:
 Clock = GpuClock | CpuClock
 
 
-def interleaved(calls: dict[str, list[Call]], clock: Clock, mood: Mood) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, list[Call]], clock: Clock, mood: Mood, untimed: Sequence[Call] = ()
+) -> dict[str, list[float]]:
     """Milliseconds of each name's calls, which take turns: one round, a call of each name.
 
     Names have equally many calls. In bursts, so many rounds follow each other after each pause as
-    mostly stay before the power limit.
+    mostly stay before the power limit. ``untimed``: see ``GpuClock.times``.
     """
     rounds = list(zip(*calls.values(), strict=True))
     together = BURST_ROUNDS if mood == "burst" else max(1, len(rounds))
     spent: list[float] = []
     for start in range(0, len(rounds), together):
         part = [call for each in rounds[start : start + together] for call in each]
-        spent += clock.times(part, mood)
+        spent += clock.times(part, mood, untimed)
     return {name: spent[number :: len(calls)] for number, name in enumerate(calls)}
