@@ -127,11 +127,38 @@ def test_the_table_as_text() -> None:
     lines = table.text(results()).splitlines()
     assert lines[1].split() == [
         "v32-tp1-q4096-kv32k-uniform", "burst", "sm90", "2920.0", "2920.0", "2920.0", "800", "1.60",
-        "50.0%", "0.0200",
+        "50.0%", "0.0200", "1512",
     ]  # fmt: skip
-    assert lines[2].endswith("0.0200  2.00 x as fast")
+    assert lines[2].endswith("0.0200  1512  2.00 x as fast")
     assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in lines
     assert "not run: sglang-q8kv8: not there" in lines
+
+
+def test_a_ceiling_that_is_unsteady_is_marked_wherever_it_counts() -> None:
+    pytest.importorskip("matplotlib")
+    found = results()
+    found["ceilings"]["sustained"]["fp8_matmul"] |= times(0.740, 0.834, 0.844)
+    mark = "(unsteady: p90 is 1.14 times p10)"
+    assert f"ceilings, sustained: fp8 matmul 1,600 TFLOPS {mark}, copy 4 TB/s" in table.text(found)
+    assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in table.text(found)
+    assert f"50% of the FP8 matmul in the same run {mark};" in readme.block("x.json", found)
+    assert report.page(found).count("<td class=n>unsteady</td>") == 1
+
+
+def test_clocks_are_those_counted_and_files_without_them_have_no_column() -> None:
+    pytest.importorskip("matplotlib")
+    found = results()
+    page = report.page(found)
+    assert page.count("<td class=n>1,512</td>") == 2  # both moods
+    assert page.count("<td class=n>1,623</td>") == 2  # and of their matmuls
+    for entry in found["prefill"][0]["moods"].values():
+        del entry["sm_mhz"]
+    for entries in found["ceilings"].values():
+        for entry in entries.values():
+            del entry["sm_mhz"], entry["unsteady"]
+    assert files.schema.first_fault(found) is None
+    assert "MHz" not in table.text(found)
+    assert "1,512" not in report.page(found)
 
 
 def test_a_cpus_rates_are_in_its_units() -> None:
@@ -154,7 +181,7 @@ def test_a_file_is_named_by_day_and_card_and_read_back(tmp_path: Path) -> None:
     assert written == tmp_path / "2026-12-01-nvidia-h200.json"
     assert files.load(written) == results()
     assert [file.name for file in tmp_path.iterdir()] == [written.name]
-    assert "[2.0, 2.1, 2.2]" in written.read_text()
+    assert "[2.0, 2.1, 2.1]" in written.read_text()
     on_cpu = results()
     on_cpu["machine"] |= {"device": "cpu", "name": "AMD EPYC 9R14"}
     assert files.file_name(on_cpu) == "2026-12-01-cpu-amd-epyc-9r14.json"

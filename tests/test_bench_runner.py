@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from bench_results import results
 
-from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner
+from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner, timing
 from sparse_mla.benchmarks import peers as peers_room
 from sparse_mla.benchmarks.peers import Outputs, everything
 from sparse_mla.benchmarks.peers.flash_mla import FlashMLA, dequantised
@@ -84,6 +85,38 @@ def test_a_wrong_output_of_any_round_is_named(monkeypatch: pytest.MonkeyPatch) -
     found = runner.run(CPU, [TINY], ["torch-gather-bmm"], runner.Settings(rounds=4))
     figure = found["prefill"][0]["moods"]["sustained"]["peers"]["torch-gather-bmm"]
     assert "out column 500 of query 4, head 7" in figure["fault"]
+
+
+def test_peers_with_rounds_of_their_own_change_nothing_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The clock stored is that beside the figures of ours; each group follows its own work."""
+    groups: list[tuple[int, list[str]]] = []
+
+    class Clock(timing.GpuClock):
+        def settle(self, calls: Any) -> None:
+            pass
+
+        def times(self, calls: Any, mood: timing.Mood, untimed: Any = ()) -> list[float]:
+            groups.append((len(calls), [name for name in warm if warm[name] in untimed]))
+            self.sm_mhz = 1000.0 * len(groups)
+            return [float(call() is None) for call in calls]
+
+    monkeypatch.setattr(machine, "card", lambda device, busy: {"asked": str(busy is not None)})
+    monkeypatch.setattr(runner, "_companions", lambda *_: {})
+    workload = inputs.make(TINY, CPU)
+    peers: list[peers_room.Peer] = [Ours("cpu"), GatherBmm()]
+    warm, _ = runner._warmed(workload, peers)
+    wants = [runner._wanted(each) for each in workload.sets]
+    settings, limits = runner.Settings(rounds=5), results()["ceilings"]["sustained"]
+    entry = runner._timed(workload, peers, warm, wants, Clock(CPU), "sustained", settings, limits)
+    assert groups == [(5, ["cpu"]), (3, ["torch-gather-bmm"])]
+    assert entry["sm_mhz"] == 1000.0
+    alone = runner._timed(
+        workload, peers[1:], warm, wants, Clock(CPU), "sustained", settings, limits
+    )
+    assert groups[2:] == [(3, ["torch-gather-bmm"])]
+    assert alone["sm_mhz"] == 3000.0
 
 
 def tiny_outputs() -> tuple[Any, Outputs, list[int], Any]:

@@ -123,6 +123,17 @@ def test_the_untimed_calls_outlast_the_host(monkeypatch: pytest.MonkeyPatch) -> 
     assert 12 <= ahead * (0.8 - 0.05) < 13
 
 
+@pytest.mark.parametrize("mood", timing.MOODS)
+def test_the_clock_is_counted_right_behind_the_last_call(
+    monkeypatch: pytest.MonkeyPatch, mood: timing.Mood
+) -> None:
+    card = Card(monkeypatch, mhz=1490.0)
+    clock = timing.GpuClock(CPU)
+    clock.times([card.call("timed", 0.05, 0.8)] * 4, mood, [card.call("work", 0.05, 0.8)])
+    assert clock.sm_mhz == pytest.approx(1490.0, rel=0.01)
+    assert card.log[-2:] == ["timed", "spin"]
+
+
 def test_untimed_calls_overwrite_the_l2_as_timed_ones_do(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch)
     clock = timing.GpuClock(CPU, flush_bytes=4)
@@ -181,5 +192,6 @@ def test_a_ceiling_says_whether_it_is_steady(monkeypatch: pytest.MonkeyPatch) ->
     for spread, unsteady in ((1.04, False), (1.06, True)):
         monkeypatch.setattr(ceilings, "_sample", lambda *_, spread=spread: [1.0] * 4 + [spread] * 4)
         found = ceilings.measure(CPU, timing.CpuClock(), ("sustained",), 8)["sustained"]
+        assert not [entry for entry in found.values() if "sm_mhz" in entry]  # of a CPU
         assert [entry["unsteady"] for entry in found.values()] == [unsteady] * 3
     assert ceilings.unsteady(times(0.740, 0.834, 0.844))  # that of the H200's first files

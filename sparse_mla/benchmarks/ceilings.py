@@ -52,6 +52,7 @@ def measure(
                 unit: amount / times["median_ms"] / 1e9,
                 "size": n if unit == "tflops" else size,
                 "unsteady": unsteady(times),
+                **({} if clock.sm_mhz is None else {"sm_mhz": clock.sm_mhz}),
                 **times,
             }
     return found
@@ -74,6 +75,13 @@ def unsteady(times: dict[str, Any]) -> bool:
     return bool(times["p90_ms"] > UNSTEADY * times["p10_ms"])
 
 
+def spread(times: dict[str, Any]) -> str:
+    """What stands behind a ceiling that is unsteady, else nothing."""
+    if not unsteady(times):
+        return ""
+    return f" (unsteady: p90 is {times['p90_ms'] / times['p10_ms']:.2f} times p10)"
+
+
 def _fp8_matmul(square: torch.Tensor) -> Callable[[], Any]:
     a, b = square.to(torch.float8_e4m3fn), square.flip(0).to(torch.float8_e4m3fn)
     one = torch.ones((), device=square.device)
@@ -93,10 +101,11 @@ def compute(of_mood: dict[str, Any]) -> float | None:
     return max(rates, default=None)
 
 
-def matmul_name(of_mood: dict[str, Any]) -> str:
-    """What the matmul behind ``compute`` is called, ``FP8 matmul``."""
+def matmul(of_mood: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The matmul behind ``compute``: what it is called, ``FP8 matmul``, and its entry."""
     name = max((n for n in of_mood if "tflops" in of_mood[n]), key=lambda n: of_mood[n]["tflops"])
-    return str(name).replace("_", " ").replace("fp8", "FP8").replace("bf16", "bfloat16")
+    label = str(name).replace("_", " ").replace("fp8", "FP8").replace("bf16", "bfloat16")
+    return label, of_mood[name]
 
 
 def bandwidth(of_mood: dict[str, Any]) -> float | None:

@@ -114,7 +114,10 @@ def _version(distribution: str) -> str | None:
 
 
 def card(device: torch.device, busy: Callable[[], Any] | None = None) -> dict[str, str]:
-    """What ``nvidia-smi`` says of the card; with ``busy``, while that runs over and over."""
+    """What ``nvidia-smi`` says of the card; with ``busy``, while that runs over and over.
+
+    Clocks and power are those of one instant: under load they differ from one to the next.
+    """
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     which = f"GPU-{uuid}" if uuid else str(device.index or 0)
     words = ["nvidia-smi", f"--id={which}", "--format=csv,noheader"]

@@ -221,7 +221,7 @@ def roofline(results: dict[str, Any]) -> Plot | None:
             [low, ridge, high],
             [low * copy * factor, matmul * factor, matmul * factor],
             color=SOFT,
-            label=f"{ceilings.matmul_name(limits)} {matmul * factor:,.0f} {unit}, "
+            label=f"{ceilings.matmul(limits)[0]} {matmul * factor:,.0f} {unit}, "
             f"copy {copy * wide:.3g} {wide_unit}",
         )
         for number, name in enumerate(names):

@@ -91,8 +91,9 @@ def lead(results: dict[str, Any]) -> str:
         f"{mine}, {mood}: {figure['tflops'] * factor:,.0f} {unit}"
     )
     if figure["of_matmul"] is not None:
-        matmul = ceilings.matmul_name(results["ceilings"][mood])
+        matmul, ceiling = ceilings.matmul(results["ceilings"][mood])
         words += f", {figure['of_matmul']:.0%} of the {matmul} in the same run"
+        words += ceilings.spread(ceiling)
     ratios = [
         f"{_times(table.speedup(figure, other))} times as fast as {name}"
         for name, other in entry["peers"].items()
@@ -208,12 +209,19 @@ def _ceilings(results: dict[str, Any]) -> str:
             if "tflops" in entry
             else f"{entry['tb_per_s'] * wide:.3g} {wide_unit}",
             f"{entry['p10_ms'] * 1e3:,.0f}–{entry['p90_ms'] * 1e3:,.0f}",
+            entry["runs"],
+            f"{entry['sm_mhz']:,.0f}" if "sm_mhz" in entry else "",
+            "unsteady" if ceilings.unsteady(entry) else "",
         )
         for mood, entries in results["ceilings"].items()
         for name, entry in entries.items()
     ]
-    text = "<p>Measured in this run, on random numbers, with torch.</p>"
-    return text + table_of(("mood", "what", "size", "median", "p10–p90 µs"), rows, texts=3)
+    text = (
+        "<p>Measured in this run, on random numbers, with torch. Unsteady: p90 is over "
+        f"{ceilings.UNSTEADY} times p10, and shares of it say little.</p>"
+    )
+    head = ("mood", "what", "size", "median", "p10–p90 µs", "calls", "SM MHz", "spread")
+    return text + table_of(head, rows, texts=3)
 
 
 def _peers(results: dict[str, Any]) -> str:
@@ -318,14 +326,23 @@ def _machine(results: dict[str, Any]) -> str:
     text = f"<pre><code>{escape(facts['command'])}</code></pre>"
     text += table_of(("what", "value"), rows, texts=2, keep=False)
     cards = [
-        (row["id"], mood, *(_of_card(entry["card"], field) for field in _CARD_FIELDS))
+        (
+            row["id"],
+            mood,
+            f"{entry['sm_mhz']:,.0f}" if "sm_mhz" in entry else "",
+            *(_of_card(entry["card"], field) for field in _CARD_FIELDS),
+        )
         for row in results["prefill"]
         for mood, entry in row["moods"].items()
         if "card" in entry
     ]
     if cards:
-        text += "<h3>The card beside each measurement</h3><p>Sustained: while calls run.</p>"
-        text += table_of(("shape", "mood", *_CARD_FIELDS), cards, texts=2)
+        text += (
+            "<h3>The card beside each measurement</h3><p>SM MHz: the clock, from cycles counted "
+            "right behind the last timed call. The others are what nvidia-smi says of one instant "
+            "afterwards, when sustained while calls run.</p>"
+        )
+        text += table_of(("shape", "mood", "SM MHz", *_CARD_FIELDS), cards, texts=2)
     return text
 
 

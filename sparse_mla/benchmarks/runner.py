@@ -200,11 +200,13 @@ def _timed(
         clock.settle(together or apart)
     companions = _companions(workload, rounds)
     spent = interleaved({**companions, **fast}, clock, mood, together)
+    sm_mhz = clock.sm_mhz
     spent |= interleaved({name: calls[name] for name in slow}, clock, mood, apart)
     found: dict[str, Any] = {"rounds": rounds, "peers": {}}
     if isinstance(clock, GpuClock):
         busy = next((warm[name] for name in fast), None) if mood == "sustained" else None
         found["card"] = machine.card(clock.device, busy)
+        found["sm_mhz"] = sm_mhz if fast else clock.sm_mhz
     for peer in peers:
         figure = _figure(workload, spent[peer.name], limits)
         if companions:

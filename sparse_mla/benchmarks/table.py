@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from . import ceilings
 from .results import is_right
 
 
@@ -69,15 +70,18 @@ def text(results: dict[str, Any]) -> str:
         width = max(len(row["id"]) for row in results["prefill"])
         lines.append(
             f"{'shape':<{width}}  {'mood':<9}  {'peer':<16}{'us':>11}{'p10':>11}{'p90':>11}"
-            f"{unit:>9}{wide_unit:>7}{'roofline':>10}{'error':>8}  ours is"
+            f"{unit:>9}{wide_unit:>7}{'roofline':>10}{'error':>8}{_mhz(results, 'MHz')}  ours is"
         )
     for row in results["prefill"]:
         lines += _lines(results, row, width)
     for mood, entries in results["ceilings"].items():
         parts = ", ".join(
-            f"{name.replace('_', ' ')} {entry['tflops'] * factor:,.0f} {unit}"
-            if "tflops" in entry
-            else f"{name} {entry['tb_per_s'] * wide:.3g} {wide_unit}"
+            (
+                f"{name.replace('_', ' ')} {entry['tflops'] * factor:,.0f} {unit}"
+                if "tflops" in entry
+                else f"{name} {entry['tb_per_s'] * wide:.3g} {wide_unit}"
+            )
+            + ceilings.spread(entry)
             for name, entry in entries.items()
         )
         lines.append(f"ceilings, {mood}: {parts}")
@@ -91,6 +95,12 @@ def text(results: dict[str, Any]) -> str:
         lines.append(f"memory: {memory_text(results['memory'])}")
     lines += [f"not run: {p['name']}: {p['reason']}" for p in results["peers"] if p["reason"]]
     return "\n".join(lines)
+
+
+def _mhz(results: dict[str, Any], text: str) -> str:
+    """A cell of the column that results with counted clocks have."""
+    entries = (entry for row in results["prefill"] for entry in row["moods"].values())
+    return f"{text:>6}" if any("sm_mhz" in entry for entry in entries) else ""
 
 
 def _lines(results: dict[str, Any], row: dict[str, Any], width: int) -> list[str]:
@@ -107,6 +117,7 @@ def _lines(results: dict[str, Any], row: dict[str, Any], width: int) -> list[str
             line += f"{figure['tflops'] * factor:>9.0f}{figure['gathered_tb_per_s'] * wide:>7.2f}"
             line += f"{share:>10.1%}" if share is not None else f"{'':>10}"
             line += f"{error:>8.4f}" if error is not None else f"{'':>8}"
+            line += _mhz(results, f"{entry['sm_mhz']:.0f}" if "sm_mhz" in entry else "")
             if figure["fault"]:
                 line += f"  WRONG: {figure['fault']}"
             elif own is not None and name != mine and is_right(own):

@@ -34,6 +34,8 @@ FEWEST_AHEAD_MS, MOST_AHEAD_MS = 10.0, 50.0
 """One call of plain torch is dozens of launches."""
 SPIN_CYCLES_A_MS = 2_000_000
 """Of the GPU's clock at its highest; at a lower one a spin lasts longer."""
+COUNTED_CYCLES = 2_000_000
+"""Of the spin that tells the clock: a millisecond, in which the GPU hardly recovers."""
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, Any]:
@@ -58,6 +60,8 @@ class GpuClock:
 
     def __init__(self, device: torch.device, flush_bytes: int = 0) -> None:
         self.device = device
+        self.sm_mhz: float | None = None
+        """The clock of the multiprocessors right behind the last timed call."""
         self.scratch = torch.empty(flush_bytes, dtype=torch.uint8, device=device)
 
     def settle(self, calls: Sequence[Call]) -> None:
@@ -86,7 +90,12 @@ class GpuClock:
             start.record()
             call()
             stop.record()
+        start, stop = _event(), _event()
+        start.record()
+        torch.cuda._sleep(COUNTED_CYCLES)  # type: ignore[no-untyped-call]
+        stop.record()
         torch.cuda.synchronize(self.device)
+        self.sm_mhz = COUNTED_CYCLES / start.elapsed_time(stop) / 1e3
         return [start.elapsed_time(stop) for start, stop in events]
 
     def _work_ahead(self, calls: Sequence[Call], milliseconds: float) -> bool:
@@ -124,6 +133,8 @@ def _event() -> torch.cuda.Event:
 
 class CpuClock:
     """Times calls by the clock."""
+
+    sm_mhz: float | None = None
 
     def settle(self, calls: Sequence[Call]) -> None:
         """Nothing: a CPU's first call warms it up."""
