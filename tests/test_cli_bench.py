@@ -65,7 +65,7 @@ def test_a_run_on_a_cpu_written_and_reported(tmp_path: Path) -> None:
     assert TINY in (tmp_path / "report" / "report.html").read_text()
     check = invoke("--check", file, "--tolerance", "1", "--rounds", "2")
     assert check.exit_code == 0, check.stdout + check.stderr
-    assert "1 of 1 figures held" in check.stdout
+    assert "1 of 1 sustained figures held" in check.stdout
 
 
 def test_the_defaults(replayed: dict[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_the_gate_passes_and_measures_as_the_file_says(
     before["settings"]["rounds"] = 11
     result = checked(tmp_path, before)
     assert result.exit_code == 0
-    assert "2 of 2 figures held" in result.stdout
+    assert "1 of 1 burst figures held" in result.stdout
     assert replayed["shapes"] == ["v32-tp1-q4096-kv32k-uniform"]
     assert replayed["settings"].rounds == 11
 
@@ -122,13 +122,29 @@ def test_the_gate_names_what_fell(tmp_path: Path, replayed: dict[str, Any]) -> N
     result = checked(tmp_path, results())
     assert result.exit_code == 1
     assert (
-        "fell: v32-tp1-q4096-kv32k-uniform, sustained, sm90: 50.0% of the roofline then, "
+        "fell: v32-tp1-q4096-kv32k-uniform, burst, sm90: 50.0% of the roofline then, "
         "45.0% now (-10.0%)" in result.stdout
     )
+    assert "noted: v32-tp1-q4096-kv32k-uniform, sustained, sm90: 50.0%" in result.stdout
+    assert "1 sustained figures fell as much, which does not decide" in result.stdout
     assert checked(tmp_path, results(), "--tolerance", "0.2").exit_code == 0
     answer = json.loads(checked(tmp_path, results(), "--json").stdout)
     assert answer["check"]["ok"] is False
-    assert len(answer["check"]["fell"]) == 2
+    assert len(answer["check"]["fell"]) == len(answer["check"]["noted"]) == 1
+
+
+def test_a_sustained_figure_alone_does_not_fail_the_gate(
+    tmp_path: Path, replayed: dict[str, Any]
+) -> None:
+    sustained = replayed["results"]["prefill"][0]["moods"]["sustained"]["peers"]
+    sustained[OURS]["of_roofline"] = 0.3
+    result = checked(tmp_path, results())
+    assert result.exit_code == 0
+    assert "noted: v32-tp1-q4096-kv32k-uniform, sustained, sm90" in result.stdout
+    sustained[OURS]["fault"] = "lse of query 3 is off"  # right or wrong is no matter of clocks
+    result = checked(tmp_path, results())
+    assert result.exit_code == 1
+    assert "lost: v32-tp1-q4096-kv32k-uniform, sustained, sm90: wrong: lse" in result.stdout
 
 
 def test_the_gate_measures_a_subset_and_says_what_it_left_out(

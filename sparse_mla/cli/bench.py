@@ -59,7 +59,10 @@ def bench(
     ] = None,
     check: Annotated[
         Path | None,
-        typer.Option(metavar="RESULTS", help="Measure its shapes again; name what fell."),
+        typer.Option(
+            metavar="RESULTS",
+            help="Measure its shapes again; name what fell. On a GPU bursts decide.",
+        ),
     ] = None,
     tolerance: Annotated[float, typer.Option(help="What --check lets a share fall by.")] = 0.05,
     as_json: Json = False,
@@ -68,7 +71,8 @@ def bench(
 
     Rounds interleave the peers, every timed output is compared with the float64 reference, and a
     matmul and a copy are measured as ceilings. Without --shapes a set that takes a GPU about two
-    minutes, or a CPU about one.
+    minutes, or a CPU about one. --check compares shares of the roofline: on a GPU those in bursts
+    decide, and of sustained ones, which move with power and temperature, it names what fell.
 
     Examples:
       sparse-mla bench --quick
@@ -326,13 +330,17 @@ def _say_verdict(verdict: Verdict) -> None:
         say(f"fell: {entry}")
     for line in verdict.lost:
         say(f"lost: {line}")
+    for entry in verdict.noted:
+        say(f"noted: {entry}")
     for line in verdict.not_compared:
         say(f"not compared: {line}")
     say(
-        f"{len(verdict.held)} of {verdict.compared} figures held, "
+        f"{len(verdict.held)} of {verdict.compared} {verdict.mood} figures held, "
         f"{len(verdict.fell)} fell by more than {verdict.tolerance:.1%} of their share of the "
         f"roofline, {len(verdict.lost)} lost, {len(verdict.not_compared)} not compared"
     )
+    if verdict.noted:
+        say(f"{len(verdict.noted)} sustained figures fell as much, which does not decide")
 
 
 def _report(results: dict[str, Any], report: Path | None, as_json: bool) -> None:
