@@ -145,6 +145,22 @@ def test_a_ceiling_that_is_unsteady_is_marked_wherever_it_counts() -> None:
     assert report.page(found).count("<td class=n>unsteady</td>") == 1
 
 
+def test_kernels_of_the_accuracy_tables_are_named() -> None:
+    pytest.importorskip("matplotlib")
+    found = results()
+    shown = "sm90 (prefill-h64-d576) 0.0200; sm90, 16 heads (prefill-h16-d576, 128 rows) 0.0300"
+    assert shown in table.accuracy_text(found["accuracy"])
+    page = report.page(found)
+    assert "<li>sm90 (prefill-h64-d576)</li>" in page
+    assert "<li>sm90, 16 heads (prefill-h16-d576, 128 rows)</li>" in page
+    for part in (*found["accuracy"]["kinds"], *found["accuracy"]["scales"]):
+        for entry in part["methods"].values():  # as in files of before
+            entry.pop("kernels", None)
+            entry.pop("rows", None)
+    assert "sm90 0.0200; sm90, 16 heads 0.0300" in table.accuracy_text(found["accuracy"])
+    assert "Kernels that ran" not in report.page(found)
+
+
 def test_clocks_are_those_counted_and_files_without_them_have_no_column() -> None:
     pytest.importorskip("matplotlib")
     found = results()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from bench_results import results
 
-from sparse_mla.benchmarks import accuracy, ceilings, inputs, machine, memory, runner, timing
+from sparse_mla.benchmarks import ceilings, inputs, machine, memory, runner, timing
 from sparse_mla.benchmarks import peers as peers_room
 from sparse_mla.benchmarks.peers import Outputs, everything
 from sparse_mla.benchmarks.peers.flash_mla import FlashMLA, dequantised
@@ -324,49 +324,6 @@ def test_the_command_names_no_folder() -> None:
 def test_a_copy_without_history_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARSE_MLA_COMMIT", "0123abc")
     assert machine.describe(CPU, ["sparse-mla"])["commit"] == "0123abc"
-
-
-def test_errors_of_rows() -> None:
-    want = torch.tensor([[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]])
-    got = torch.tensor([[3.0, 4.5], [0.0, 2.0], [0.8, 0.0]])
-    found = accuracy.errors(got, want)
-    assert found == {"worst": pytest.approx(0.2), "median": pytest.approx(0.1)}
-    assert "NaN" in accuracy.errors(got * torch.nan, want)["reason"]
-
-
-def test_accuracy_of_every_kind_of_input() -> None:
-    found = accuracy.measure(CPU, queries=1)
-    by_kind = {kind["kind"]: kind["methods"] for kind in found["kinds"]}
-    assert list(by_kind) == list(accuracy.KINDS)
-    scaled, unscaled = accuracy.EMULATED
-    for kind, methods in by_kind.items():
-        assert methods["cpu"]["worst"] < 0.012, kind  # the backend's stated limit
-    tail = by_kind["0 and 2,047 at -7, V = 1"]
-    assert 0.64 < tail[unscaled]["worst"] < 0.66  # e4m3 flushes most of e**-7
-    assert tail[scaled]["worst"] < 0.005
-    worst = found["scales"][-1]["methods"]
-    for name in ("reference", "cpu"):  # one scale loses what outliers leave no room for
-        per_tensor, per_token = (
-            worst[f"{name}, kv_scale per {per}"]["median"] for per in ("tensor", "token")
-        )
-        assert per_tensor > 2 * per_token
-
-
-def test_a_backend_that_refuses_is_reported_with_its_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from sparse_mla.backends import cpu
-
-    monkeypatch.setattr(cpu, "refusal", lambda problem: "one scale for all of kv only")
-    found = accuracy._scales(CPU, ["cpu"], 1, 1)
-    assert found["methods"]["cpu, kv_scale per token"] == {"reason": "one scale for all of kv only"}
-
-
-def test_outliers_are_never_selected() -> None:
-    _, kv, indices, _ = accuracy.outliers(1000.0, 2, s_kv=640, h_q=1, topk=256)
-    large = kv.abs().amax(dim=1) > 100
-    assert int(large.sum()) == 10
-    assert not large[indices.long()].any()
 
 
 def test_memory_is_measured_in_a_process_of_its_own() -> None:

@@ -267,6 +267,15 @@ def _accuracy(found: dict[str, Any]) -> str:
         for entry in found["scales"]
     ]
     text += table_of(("outliers", *methods), rows)
+    kernels = {
+        f"{name}{table.ran(entry)}": None
+        for part in (*found["kinds"], *found["scales"])
+        for name, entry in part["methods"].items()
+        if "kernels" in entry
+    }
+    items = "".join(f"<li>{escape(line)}</li>" for line in kernels)
+    if items:
+        text += f"<p>Kernels that ran, by the plan of these sizes:</p><ul>{items}</ul>"
     reasons = {
         name: entry["reason"]
         for part in (*found["kinds"], *found["scales"])

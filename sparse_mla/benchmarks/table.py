@@ -148,6 +148,14 @@ def accuracy_text(accuracy: dict[str, Any]) -> str:
 
 def _methods(methods: dict[str, Any]) -> str:
     return "; ".join(
-        f"{name} {entry['worst']:.4f}" if "worst" in entry else f"{name} not run"
+        f"{name}{ran(entry)} {entry['worst']:.4f}" if "worst" in entry else f"{name} not run"
         for name, entry in methods.items()
     )
+
+
+def ran(method: dict[str, Any]) -> str:
+    """Behind the name of a method of the accuracy tables: its kernels, and rows of its own."""
+    facts = [*method.get("kernels", ())]
+    if "rows" in method:
+        facts.append(f"{method['rows']} rows")
+    return f" ({', '.join(facts)})" if facts else ""
