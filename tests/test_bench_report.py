@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from bench_results import OURS, PEER, results, row, times
 
-from sparse_mla.benchmarks import furniture, readme, report, table
+from sparse_mla.benchmarks import furniture, plots, readme, report, table
 from sparse_mla.benchmarks import results as files
 from sparse_mla.benchmarks.results import ResultsError
 
@@ -120,7 +120,14 @@ def test_the_report_is_written_with_its_pictures(tmp_path: Path) -> None:
 def test_speed_up_is_the_median_of_the_rounds_ratios() -> None:
     mine, other = times(1.0, 2.0, 4.0), times(3.0, 4.0, 4.0)
     assert table.speedup(mine, other) == 2.0  # 3, 2 and 1
-    assert table.speedup(mine, times(8.0, 8.0)) == 3.0  # the last two rounds: 4 and 2
+
+
+def test_of_a_peer_with_rounds_of_its_own_it_is_the_ratio_of_medians() -> None:
+    """Its rounds are not the last of ours: 8 over 2, and not 8 over 2 and over 4."""
+    pytest.importorskip("matplotlib")
+    assert table.speedup(times(1.0, 2.0, 4.0), times(8.0, 8.0)) == 4.0
+    (plot,) = (plot for plot in plots.plots(many()) if plot.id == "speedup")
+    assert "over ours; of medians for a peer with rounds of its own" in plot.caption
 
 
 def test_the_table_as_text() -> None:

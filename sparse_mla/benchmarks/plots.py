@@ -292,9 +292,9 @@ def speedups(results: dict[str, Any]) -> Plot | None:
         _legend(axes)
 
     caption = (
-        f"{machine(results)}, {moods[0]}: median over rounds of the peer's time over ours. The "
-        "peers compute in another precision (see the table of peers): FP8 operands are half the "
-        "bytes of bfloat16, and cost accuracy."
+        f"{machine(results)}, {moods[0]}: median over rounds of the peer's time over ours; of "
+        "medians for a peer with rounds of its own. The peers compute in another precision (see "
+        "the table of peers): FP8 operands are half the bytes of bfloat16, and cost accuracy."
     )
     height = max(SIZE[1], 1.6 + 0.3 * len(ids))
     return Plot("speedup", "Speed-up over peers", caption, draw, height)

@@ -46,8 +46,13 @@ def moods(results: dict[str, Any]) -> list[str]:
 
 
 def speedup(mine: dict[str, Any], other: dict[str, Any]) -> float:
-    """How many times as fast mine is: the median over the rounds that both took part in."""
-    pairs = zip(reversed(other["all_ms"]), reversed(mine["all_ms"]), strict=False)
+    """How many times as fast mine is: the median over the rounds, which both took part in.
+
+    A peer with rounds of its own has fewer, at another time: there the ratio of the medians.
+    """
+    if len(other["all_ms"]) != len(mine["all_ms"]):
+        return float(other["median_ms"] / mine["median_ms"])
+    pairs = zip(other["all_ms"], mine["all_ms"], strict=True)
     return float(statistics.median(theirs / own for theirs, own in pairs))
 
 
