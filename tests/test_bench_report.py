@@ -114,7 +114,7 @@ def test_the_report_is_written_with_its_pictures(tmp_path: Path) -> None:
     assert names >= {"report.html", "context.png", "speedup.png", "accuracy.png", "roofline.png"}
     assert {file.name for file in written[0].parent.iterdir()} == names
     assert all(file.read_bytes()[:4] == b"\x89PNG" for file in written[1:])
-    assert b"2026-12-01-nvidia-h200.json" in (written[1]).read_bytes()
+    assert b"2026-12-01-nvidia-h200.json sha256 " in (written[1]).read_bytes()
 
 
 def test_speed_up_is_the_median_of_the_rounds_ratios() -> None:
@@ -282,7 +282,40 @@ def test_the_readmes_figures_are_those_of_the_newest_file() -> None:
     assert readme.replaced(text, readme.block(file.name, found)) == text, (
         "run python -m sparse_mla.benchmarks.readme"
     )
-    assert file.name.encode() in (ROOT / readme.PICTURE).read_bytes()
+    assert files.source(found).encode() in (ROOT / readme.PICTURE).read_bytes()
+
+
+def test_a_picture_of_other_results_of_the_same_day_and_card_is_told_apart(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    old, new = many(), many()
+    new["prefill"][0]["moods"]["burst"]["peers"][OURS]["tflops"] = 801.0
+    assert files.file_name(old) == files.file_name(new)
+    picture = report.write(old, tmp_path)[1].read_bytes()
+    assert files.source(old).encode() in picture
+    assert files.source(new).encode() not in picture
+    assert files.source(files.load(files.write(tmp_path, old))) == files.source(old)
+
+
+def test_the_picture_and_the_block_are_written_from_the_same_file(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    (tmp_path / readme.FOLDER).mkdir(parents=True)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    file = files.write(tmp_path / readme.FOLDER, many())
+    monkeypatch.setattr(readme, "ROOT", tmp_path)
+    assert readme.main([]) == 0
+    assert readme.main(["--check"]) == 0
+    assert files.source(many()).encode() in (tmp_path / readme.PICTURE).read_bytes()
+    (tmp_path / readme.PICTURE).write_bytes(report.drawing.png(readme._plot(many()), file.name))
+    assert readme.main(["--check"]) == 1
+    assert f"{readme.PICTURE}: not of {file.name}" in capsys.readouterr().out
+    files.write(file, results(row(801.0), row(870.0, s_kv=8192)))
+    assert readme.main(["--check"]) == 1
+    assert f"README.md and {readme.PICTURE}: not of" in capsys.readouterr().out
 
 
 def test_the_block_follows_the_figures() -> None:

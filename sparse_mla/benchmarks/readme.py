@@ -3,7 +3,7 @@
     python -m sparse_mla.benchmarks.readme [--check]
 
 writes the block between the markers in README.md of this checkout and the plot it shows; with
-``--check`` it only says whether the block is what it would write.
+``--check`` it only says whether the block is what it would write, and the plot of these figures.
 """
 
 from __future__ import annotations
@@ -122,13 +122,17 @@ def main(arguments: list[str]) -> int:
         file, found = results.newest(ROOT / FOLDER)
         text = readme.read_text(encoding="utf-8")
         new = replaced(text, block(file.name, found))
+        drawn = (ROOT / PICTURE).read_bytes() if arguments else b""
     except (OSError, ValueError) as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
+    source = results.source(found)
     if arguments:
-        print("as generated" if new == text else f"README.md differs from {file.name}")
-        return int(new != text)
-    report.write_bytes(ROOT / PICTURE, drawing.png(_plot(found), file.name))
+        same = {"README.md": new == text, PICTURE: source.encode() in drawn}
+        stale = [name for name in same if not same[name]]
+        print(f"{' and '.join(stale)}: not of {file.name}" if stale else "as generated")
+        return int(bool(stale))
+    report.write_bytes(ROOT / PICTURE, drawing.png(_plot(found), source))
     results.write_text(readme, new)
     print(f"README.md and {PICTURE} written from {file.name}")
     return 0

@@ -12,7 +12,7 @@ from typing import Any
 from . import ceilings, drawing, plots, table
 from .furniture import Raw, escape, table_of
 from .furniture import page as frame
-from .results import is_right, write_text
+from .results import is_right, source, write_text
 
 HEADLINE = "v32-tp1-q4096-kv32k-uniform"
 """The shape that the first lines are about, where the results have it."""
@@ -20,14 +20,12 @@ HEADLINE = "v32-tp1-q4096-kv32k-uniform"
 
 def write(results: dict[str, Any], directory: Path) -> list[Path]:
     """Write ``report.html`` and a PNG of each plot into ``directory``, made where missing."""
-    from .results import file_name
-
     directory.mkdir(parents=True, exist_ok=True)
     files = [directory / "report.html"]
     write_text(files[0], page(results))
     for plot in plots.plots(results):
         file = directory / f"{plot.id}.png"
-        write_bytes(file, drawing.png(plot, file_name(results)))
+        write_bytes(file, drawing.png(plot, source(results)))
         files.append(file)
     return files
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from pathlib import Path
@@ -51,6 +52,12 @@ def file_name(results: dict[str, Any]) -> str:
     name = machine["name"] if machine["device"] == "cuda" else f"cpu {machine['name']}"
     slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return f"{machine['date'][:10]}-{slug}.json"
+
+
+def source(results: dict[str, Any]) -> str:
+    """What a picture of the results says that it was drawn from: their file and its contents."""
+    contents = json.dumps(results, sort_keys=True).encode()
+    return f"{file_name(results)} sha256 {hashlib.sha256(contents).hexdigest()}"
 
 
 def load(file: Path) -> dict[str, Any]:
