@@ -238,11 +238,27 @@ def test_a_file_that_lacks_what_it_should_hold_is_named(tmp_path: Path, option: 
     )
 
 
-def test_the_list_marks_what_is_measured_by_default() -> None:
-    result = invoke("--list", "--shapes", "v32-tp1-q4096-kv32k-*")
+@pytest.mark.parametrize(
+    ("device", "marked"),
+    [("cuda", "v32-tp1-q4096-kv8k-uniform"), ("cpu", "v32-tp1-q256-kv8k-uniform")],
+)
+def test_the_list_marks_what_is_measured_by_default(
+    monkeypatch: pytest.MonkeyPatch, device: str, marked: str
+) -> None:
+    monkeypatch.setattr("sparse_mla.cli.bench._place", lambda device: torch.device(device or "cpu"))
+    globs = ("--shapes", "v32-tp1-q4096-kv8k-*,v32-tp1-q256-kv8k-*")
+    result = invoke("--list", "--device", device, *globs)
     assert result.exit_code == 0
-    assert result.stdout.startswith("* v32-tp1-q4096-kv32k-uniform")
-    assert "4 shapes; * is measured by default" in result.stdout
-    assert "flash-mla-bf16" in result.stdout
+    lines = result.stdout.splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("*")] == [marked]
+    legend = lines.index(f"8 shapes; * is measured by default on {device}:")
+    assert lines[0] == "peers:"
+    assert any("flash-mla-bf16" in line for line in lines[:legend])
+    assert len(lines) == legend + 1 + 8
+    answer = json.loads(invoke("--list", "--device", device, *globs, "--json").stdout)
+    assert answer["default"] == list(shapes.default(device, False))
+
+
+def test_the_list_has_every_shape() -> None:
     answer = json.loads(invoke("--list", "--json").stdout)
     assert len(answer["shapes"]) == len(shapes.REGISTRY)

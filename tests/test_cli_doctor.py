@@ -171,7 +171,11 @@ def test_a_shape_that_the_kernels_refuse() -> None:
     [
         ("", "'' says nothing"),
         ("kv_scale=head", "kv_scale must be tensor or token, got 'head'"),
-        ("heads=16", "'heads=16' is not NAME=NUMBER with a name among s_q, h_q, topk, d_qk"),
+        (
+            "heads=16",
+            "'heads=16' is not NAME=NUMBER with a name among s_q, h_q, topk, d_qk, "
+            "or q_scale=token, kv_scale=token",
+        ),
         ("16", "'16' is not NAME=NUMBER"),
         ("h_q=0", "h_q must be a number from 1 to 2**31 - 1, got '0'"),
         ("h_q=-3", "h_q must be a number from 1 to 2**31 - 1, got '-3'"),

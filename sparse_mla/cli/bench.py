@@ -94,7 +94,7 @@ def bench(
         if report is not None:
             _require_plot()
         if list_shapes:
-            _list(shapes, as_json)
+            _list(shapes, _place(device), as_json)
             return
         if source is not None:
             _report(_load(source, "--from"), report, as_json)
@@ -356,24 +356,26 @@ def _write_report(results: dict[str, Any], report: Path) -> None:
         say(f"written to {file}", err=True)
 
 
-def _list(shapes: list[str] | None, as_json: bool) -> None:
+def _list(shapes: list[str] | None, place: torch.device, as_json: bool) -> None:
     from ..benchmarks.peers import everything
-    from ..benchmarks.shapes import DEFAULT, REGISTRY
+    from ..benchmarks.shapes import REGISTRY, default
 
+    usual = default(place.type, False)
     chosen = _selected(_words(shapes, "--shapes")) if shapes else list(REGISTRY.values())
     peers = everything()
     if as_json:
         say_json(
             {
                 "shapes": [{"id": shape.id, **vars(shape)} for shape in chosen],
-                "default": list(DEFAULT),
+                "default": list(usual),
                 "peers": [{"name": peer.name, "what": peer.what} for peer in peers.values()],
             }
         )
         return
-    for shape in chosen:
-        mark = "*" if shape.id in DEFAULT else " "
-        say(f"{mark} {shape.id:<38} h_q {shape.h_q:>3}  d_qk {shape.d_qk}  topk {shape.topk}")
-    say(f"{len(chosen)} shapes; * is measured by default")
+    say("peers:")
     for peer in peers.values():
         say(f"  {peer.name:<17} {peer.what}")
+    say(f"{len(chosen)} shapes; * is measured by default on {place.type}:")
+    for shape in chosen:
+        mark = "*" if shape.id in usual else " "
+        say(f"{mark} {shape.id:<38} h_q {shape.h_q:>3}  d_qk {shape.d_qk}  topk {shape.topk}")

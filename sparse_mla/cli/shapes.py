@@ -19,7 +19,7 @@ def parse(text: str) -> tuple[dict[str, int], dict[str, bool]]:
     from ..params import D_QK_SUPPORTED
 
     shape, scales = dict(FIELDS), dict.fromkeys(SCALES, False)
-    known = ", ".join(FIELDS)
+    known = f"{', '.join(FIELDS)}, or {', '.join(f'{name}=token' for name in SCALES)}"
     words = list(filter(None, re.split(r"[,\s]+", text)))
     if not words:
         raise usage(f"{text!r} says nothing; NAME=NUMBER with a name among {known}", "--shape")
