@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_results import results
+from bench_results import results, row
 
 from sparse_mla.benchmarks import ceilings, inputs, machine, memory, runner, timing
 from sparse_mla.benchmarks import peers as peers_room
@@ -61,7 +61,27 @@ def test_a_cpu_run_from_end_to_end() -> None:
     reasons = {peer["name"]: peer["reason"] for peer in found["peers"]}
     assert reasons["flash-mla-bf16"] == "computes on cuda, this run is on cpu"
     assert reasons["cpu"] is None
-    assert any(line.startswith(f"{row['id']}: sustained cpu") for line in lines)
+    assert lines[0] == "peers: cpu, reference, torch-gather-bmm"
+    assert lines[1].startswith("ceilings, sustained: float32 matmul ")
+    assert [line.partition(":")[0] for line in lines[2:]] == [row["id"]]
+    assert all(len(line) <= 120 for line in lines)
+
+
+def test_progress_is_one_short_line_a_step() -> None:
+    """What the table says too is left to it: the other mood, and why a peer did not run."""
+    assert runner.text(row(800.0)) == "sm90 800 TFLOPS, flash-mla-bf16 400 TFLOPS"
+    found = row(800.0)
+    found["refused"] = {"sglang-q8kv8": "takes heads in multiples of 64"}
+    found["moods"]["burst"]["peers"]["sm90"]["fault"] = "lse of query 3 is off"
+    assert runner.text(found) == "sm90 WRONG, flash-mla-bf16 400 TFLOPS"
+    assert runner.text({**found, "moods": {}}) == "nothing runs it"
+
+
+def test_rates_in_progress_have_the_tables_units() -> None:
+    of_mood = {"bf16_matmul": {"tflops": 0.0912}, "copy": {"tb_per_s": 0.0192}}
+    assert ceilings.text(of_mood) == "bf16 matmul 91 GFLOP/s, copy 19.2 GB/s"
+    of_mood = {"fp8_matmul": {"tflops": 1526.0}, "copy": {"tb_per_s": 4.274}}
+    assert ceilings.text(of_mood) == "fp8 matmul 1,526 TFLOPS, copy 4.27 TB/s"
 
 
 @pytest.mark.usefixtures("small_ceilings")

@@ -131,15 +131,21 @@ def shares(tflops: float, tb_per_s: float, of_mood: dict[str, Any]) -> dict[str,
     }
 
 
-def text(by_mood: dict[str, Any]) -> str:
-    """One line on the ceilings of each mood."""
-    lines = []
-    for mood, entries in by_mood.items():
-        parts = [
-            f"{name.replace('_', ' ')} {entry['tflops']:.3g} TFLOPS"
-            if "tflops" in entry
-            else f"{name} {entry['tb_per_s']:.3g} TB/s"
-            for name, entry in entries.items()
-        ]
-        lines.append(f"{mood} {', '.join(parts)}")
-    return "; ".join(lines)
+def text(of_mood: dict[str, Any]) -> str:
+    """One line on the ceilings of a mood."""
+    return ", ".join(
+        f"{name.replace('_', ' ')} {rate(entry['tflops'])}"
+        if "tflops" in entry
+        else f"{name} {width(entry['tb_per_s'])}"
+        for name, entry in of_mood.items()
+    )
+
+
+def rate(tflops: float) -> str:
+    """A rate in the unit that suits it."""
+    return f"{tflops:,.0f} TFLOPS" if tflops >= 10 else f"{tflops * 1e3:,.0f} GFLOP/s"
+
+
+def width(tb_per_s: float) -> str:
+    """A bandwidth in the unit that suits it."""
+    return f"{tb_per_s:.3g} TB/s" if tb_per_s >= 1 else f"{tb_per_s * 1e3:.3g} GB/s"

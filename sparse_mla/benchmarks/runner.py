@@ -82,13 +82,13 @@ def run(
         "memory": None,
         "accuracy": None,
     }
-    for peer in found["peers"]:
-        report(f"{peer['name']}: {peer['reason'] or 'runs here'}")
+    report(f"peers: {', '.join(peer.name for peer in available) or 'none runs here'}")
     if shapes:
         clock = CpuClock() if device.type == "cpu" else GpuClock(device)
         rounds = max(FEWEST_ROUNDS, settings.rounds // 2)
         found["ceilings"] = ceilings.measure(device, clock, settings.moods, rounds)
-        report("ceilings: " + ceilings.text(found["ceilings"]))
+        for mood, entries in found["ceilings"].items():
+            report(f"ceilings, {mood}: {ceilings.text(entries)}")
     for shape in shapes:
         row = measure(shape, device, available, settings, found["ceilings"])
         found["prefill"].append(row)
@@ -356,16 +356,14 @@ def _same_bits(number: int, outputs: Outputs, first: Outputs) -> None:
 
 
 def text(row: dict[str, Any]) -> str:
-    """One line on a measured shape."""
-    parts = []
-    for mood, entry in row["moods"].items():
-        for name, figure in entry["peers"].items():
-            wrong = " WRONG" if figure["fault"] else ""
-            parts.append(f"{mood} {name} {rate(figure['tflops'])}{wrong}")
-    parts += [f"{name} refuses" for name in row["refused"]]
+    """One short line on a measured shape: its last mood, and who was wrong in any."""
+    peers: dict[str, Any] = {}
+    wrong = set()
+    for entry in row["moods"].values():
+        peers = entry["peers"]
+        wrong |= {name for name, figure in peers.items() if figure["fault"]}
+    parts = [
+        f"{name} {'WRONG' if name in wrong else ceilings.rate(figure['tflops'])}"
+        for name, figure in peers.items()
+    ]
     return ", ".join(parts) or "nothing runs it"
-
-
-def rate(tflops: float) -> str:
-    """A rate in the unit that suits it."""
-    return f"{tflops:.0f} TFLOPS" if tflops >= 10 else f"{tflops * 1e3:,.0f} GFLOP/s"
