@@ -150,6 +150,8 @@ def test_a_ceiling_that_is_unsteady_is_marked_wherever_it_counts() -> None:
     assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in table.text(found)
     assert f"50% of the FP8 matmul in the same run {mark};" in readme.block("x.json", found)
     assert report.page(found).count("<td class=n>unsteady</td>") == 1
+    found["machine"]["device"] = "cpu"  # where shares are of a matmul in the same round
+    assert mark not in report.lead(found)
 
 
 def test_kernels_of_the_accuracy_tables_are_named() -> None:
@@ -191,6 +193,19 @@ def test_a_cpus_rates_are_in_its_units() -> None:
     assert "GFLOP/s" in lines[0]
     assert lines[1].split()[6:8] == ["200", "0.40"]
     assert "ceilings, burst: fp8 matmul 1,600,000 GFLOP/s, copy 4e+03 GB/s" in lines
+
+
+def test_a_cpus_times_that_spread_are_warned_of() -> None:
+    found = results(row(0.2))
+    found["machine"]["device"] = "cpu"
+    warning = "times spread: other programs use these cores; OMP_WAIT_POLICY=passive helps then"
+    peers = found["prefill"][0]["moods"]["sustained"]["peers"]
+    peers[OURS] |= times(151.0, 200.0, 302.0)
+    assert warning not in table.text(found).splitlines()
+    peers[OURS] |= times(151.0, 200.0, 302.1)
+    assert table.text(found).splitlines().count(warning) == 1
+    found["machine"]["device"] = "cuda"
+    assert warning not in table.text(found)
 
 
 def test_tables_right_align_numbers_and_escape() -> None:

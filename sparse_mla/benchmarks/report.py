@@ -91,7 +91,8 @@ def lead(results: dict[str, Any]) -> str:
     if figure["of_matmul"] is not None:
         matmul, ceiling = ceilings.matmul(results["ceilings"][mood])
         words += f", {figure['of_matmul']:.0%} of the {matmul} in the same run"
-        words += ceilings.spread(ceiling)
+        if results["machine"]["device"] == "cuda":  # on a CPU each round has a matmul of its own
+            words += ceilings.spread(ceiling)
     ratios = [
         f"{_times(table.speedup(figure, other))} times as fast as {name}"
         for name, other in entry["peers"].items()
@@ -216,8 +217,11 @@ def _ceilings(results: dict[str, Any]) -> str:
     ]
     text = (
         "<p>Measured in this run, on random numbers, with torch. Unsteady: p90 is over "
-        f"{ceilings.UNSTEADY} times p10, and shares of it say little.</p>"
+        f"{ceilings.UNSTEADY} times p10, and shares of it say little"
     )
+    if results["machine"]["device"] == "cpu":
+        text += "; those of the matmul are of one in the same round"
+    text += ".</p>"
     head = ("mood", "what", "size", "median", "p10–p90 µs", "calls", "SM MHz", "spread")
     return text + table_of(head, rows, texts=3)
 

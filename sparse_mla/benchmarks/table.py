@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 from . import ceilings
 from .results import is_right
 
+SPREAD = 2.0
+"""p90 over p10 of times that something else had a part in."""
+
 
 class Row(NamedTuple):
     """One peer's figure in one mood of a shape."""
@@ -99,7 +102,15 @@ def text(results: dict[str, Any]) -> str:
     if results["memory"]:
         lines.append(f"memory: {memory_text(results['memory'])}")
     lines += [f"not run: {p['name']}: {p['reason']}" for p in results["peers"] if p["reason"]]
+    if results["machine"]["device"] == "cpu" and any(_spreads(row) for row in rows(results)):
+        lines.append(
+            "times spread: other programs use these cores; OMP_WAIT_POLICY=passive helps then"
+        )
     return "\n".join(lines)
+
+
+def _spreads(row: Row) -> bool:
+    return bool(row.figure["p90_ms"] > SPREAD * row.figure["p10_ms"])
 
 
 def _mhz(results: dict[str, Any], text: str) -> str:
