@@ -148,7 +148,10 @@ def test_a_ceiling_that_is_unsteady_is_marked_wherever_it_counts() -> None:
     mark = "(unsteady: p90 is 1.14 times p10)"
     assert f"ceilings, sustained: fp8 matmul 1,600 TFLOPS {mark}, copy 4 TB/s" in table.text(found)
     assert "ceilings, burst: fp8 matmul 1,600 TFLOPS, copy 4 TB/s" in table.text(found)
-    assert f"50% of the FP8 matmul in the same run {mark};" in readme.block("x.json", found)
+    block = readme.block("x.json", found)
+    assert f"50% of the FP8 matmul in the same run {mark};" in block
+    assert "Unsteady: the matmul's times spread" in block
+    assert "nsteady" not in readme.block("x.json", results())
     assert report.page(found).count("<td class=n>unsteady</td>") == 1
     found["machine"]["device"] = "cpu"  # where shares are of a matmul in the same round
     assert mark not in report.lead(found)
@@ -338,6 +341,8 @@ def test_the_block_follows_the_figures() -> None:
     assert "| DeepSeek-V3.2, TP 1: 4,096 queries, 128 heads, topk 2,048 of 32,768 rows |" in block
     assert "| 2,920 | 800 | 1.60 | 2.00 × | 0.0200, 0.0200 |" in block
     assert "(benchmarks/results/x.json)" in block
+    assert "`sm90`: our Hopper backend" in block
+    assert "Gathered TB/s: bytes of the rows that queries select, once a query" in block
     assert readme.block("x.json", results(row(801.0))) != block
     wrong = results()
     wrong["prefill"][0]["moods"]["sustained"]["peers"][PEER]["fault"] = "off"

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import drawing, plots, report, results, table
+from . import ceilings, drawing, plots, report, results, table
 from .shapes import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,10 +66,11 @@ def block(file_name: str, found: dict[str, Any]) -> str:
         f"Made by `{machine['command']}`{_version(machine)} ([all figures]({FOLDER}/{file_name}), "
         "which `sparse-mla bench --from FILE --report DIR` makes a page of; "
         "[how they are measured](docs/benchmarks.md)). Sustained: calls back to back, at the "
-        "clocks that the power limit leaves. TP: GPUs that share the model's heads. Relative L2: "
-        "the worst sampled row of `out` against float64. `flash-mla-bf16` is FlashMLA's kernel for "
-        "Hopper, in bfloat16: the same values, twice the bytes, a tenth of the error; "
-        "`torch-gather-bmm` is plain torch.",
+        f"clocks that the power limit leaves.{_unsteady(found, mood)} TP: GPUs that share the "
+        "model's heads. Gathered TB/s: bytes of the rows that queries select, once a query. "
+        "Relative L2: the worst sampled row of `out` against float64. `sm90`: our Hopper backend. "
+        "`flash-mla-bf16` is FlashMLA's kernel for Hopper, in bfloat16: the same values, twice the "
+        "bytes, a tenth of the error; `torch-gather-bmm` is plain torch.",
         END,
     ]
     return "\n".join(lines)
@@ -83,6 +84,14 @@ def _version(machine: dict[str, Any]) -> str:
     """Of what was measured: the repository may have gone on since."""
     commit = machine.get("commit")
     return f" at commit {commit[:7]}" if commit else ""
+
+
+def _unsteady(found: dict[str, Any], mood: str) -> str:
+    """What the word means, where the first line says it."""
+    _, entry = ceilings.matmul(found["ceilings"][mood])
+    if not ceilings.unsteady(entry):
+        return ""
+    return " Unsteady: the matmul's times spread, and the share of it is a rough one."
 
 
 def _described(shape: dict[str, Any]) -> str:
