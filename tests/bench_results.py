@@ -111,6 +111,7 @@ def results(*rows: dict[str, Any]) -> dict[str, Any]:
                 "torch": "2.11.0",
                 "sparse_mla": "0.1.0",
                 "commit": "0123456789ab",
+                "others_share": 0.02,
                 "card": {"power.limit": "700.00 W"},
             },
             "settings": {

@@ -207,8 +207,16 @@ def test_a_cpus_times_that_spread_are_warned_of() -> None:
     assert warning not in table.text(found).splitlines()
     peers[OURS] |= times(151.0, 200.0, 302.1)
     assert table.text(found).splitlines().count(warning) == 1
+    found["machine"]["others_share"] = 0.48
+    (line,) = (line for line in table.text(found).splitlines() if "other programs" in line)
+    assert line.startswith("figures mislead, 48% of the cores' time went elsewhere")
+    found["machine"]["others_share"] = 0.02
+    peers[OURS] |= times(151.0, 200.0, 302.0)
+    assert "other programs" not in table.text(found)
+    peers[OURS] |= times(151.0, 200.0, 302.1)
+    found["machine"]["others_share"] = 0.48
     found["machine"]["device"] = "cuda"
-    assert warning not in table.text(found)
+    assert "other programs" not in table.text(found)
 
 
 def test_tables_right_align_numbers_and_escape() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import types
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -333,6 +335,33 @@ def test_the_card_as_nvidia_smi_gives_it() -> None:
     assert card["power.draw"] == "691.30 W"
     assert machine.parse_card("No devices were found", 6) == {"unknown": "No devices were found"}
     assert machine.parse_card("", 0) == {"unknown": ""}
+
+
+def test_what_other_programs_use_is_what_is_left_of_all(tmp_path: Path) -> None:
+    """In hundredths of a second: user, nice, system, idle, waiting, two interrupts, stolen."""
+    stat = tmp_path / "stat"
+    stat.write_text("cpu  4000000 100 200 9000 500 10 20 70 3 4\ncpu0 1 2 3\n")
+    mine = os.times()
+    per_second = os.sysconf("SC_CLK_TCK")
+    found = machine.others_seconds(stat)
+    assert found == pytest.approx(4000400 / per_second - mine.user - mine.system, abs=0.5)
+    for text in ("", "cpu 1 2", "cpu a b c d e"):
+        stat.write_text(text)
+        assert machine.others_seconds(stat) is None
+    assert machine.others_seconds(tmp_path / "nothing") is None
+
+
+@pytest.mark.usefixtures("small_ceilings")
+def test_a_cpu_run_says_what_share_of_the_cores_others_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds, cores = iter([100.0, 130.0]), 4
+    at = iter([10.0, 40.0])
+    monkeypatch.setattr(machine, "others_seconds", lambda: next(seconds))
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(perf_counter=lambda: next(at)))
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    found = runner.run(CPU, [TINY], ["torch-gather-bmm"], runner.Settings(rounds=2))
+    assert found["machine"]["others_share"] == 0.25
 
 
 def test_the_command_names_no_folder() -> None:

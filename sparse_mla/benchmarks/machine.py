@@ -59,6 +59,17 @@ def describe(device: torch.device, argv: list[str] | None = None) -> dict[str, A
     return found
 
 
+def others_seconds(stat: Path = Path("/proc/stat")) -> float | None:
+    """Processor time that other programs have used so far; ``None`` where no Linux tells it."""
+    try:
+        ticks = [int(word) for word in stat.read_text(encoding="ascii").split("\n")[0].split()[1:9]]
+        _, _, _, idle, waiting, *_ = ticks
+    except (OSError, ValueError):
+        return None
+    mine = os.times()
+    return (sum(ticks) - idle - waiting) / os.sysconf("SC_CLK_TCK") - mine.user - mine.system
+
+
 def command(argv: list[str]) -> str:
     """The command line as somebody else would type it: the program by its name, no folders."""
     program = "sparse-mla" if Path(argv[0]).name in ("sparse-mla", "__main__.py", "-c") else argv[0]

@@ -10,7 +10,9 @@ sampled queries; all of ours on one input set must have the same bits.
 from __future__ import annotations
 
 import math
+import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -83,6 +85,7 @@ def run(
         "accuracy": None,
     }
     report(f"peers: {', '.join(peer.name for peer in available) or 'none runs here'}")
+    begin, others = time.perf_counter(), machine.others_seconds()
     if shapes:
         clock = CpuClock() if device.type == "cpu" else GpuClock(device)
         rounds = max(FEWEST_ROUNDS, settings.rounds // 2)
@@ -93,6 +96,11 @@ def run(
         row = measure(shape, device, available, settings, found["ceilings"])
         found["prefill"].append(row)
         report(f"{shape.id}: {text(row)}")
+    if shapes and device.type == "cpu" and others is not None:
+        seconds = (machine.others_seconds() or others) - others
+        cores = os.cpu_count() or 1
+        share = max(0.0, seconds / (time.perf_counter() - begin) / cores)
+        found["machine"]["others_share"] = share
     if settings.host and device.type == "cuda" and dispatch.load("sm90").available() is None:
         found["host"] = host.cost(device)
     return found
