@@ -150,7 +150,7 @@ RECORDS = (
             " cut the graph."
         ),
         fix="call under torch.no_grad() or torch.inference_mode(), or pass {name}.detach().",
-        yours="Your {name} requires grad.",
+        yours="Your call would need a gradient of {name}.",
         meaning=(
             "A result that looks differentiable but is not would train a model with missing"
             " gradients and no error. So an input that requires grad is refused while gradients are"

@@ -147,7 +147,7 @@ RECORDS = (
             "pass parts of the same queries, each out (s_q, h_q, d_v) with its lse (s_q, h_q) in"
             " float32."
         ),
-        yours="Your {name} is {got}; it must be {expected}.",
+        yours="For {name} your call gave {got}, in the place of {expected}.",
         meaning=(
             "The parts are attention of the same queries over disjoint pieces of the cache. Their"
             " lse must be the natural logarithm, without the sink; a part with a non-finite lse"
