@@ -4,13 +4,15 @@ JOBS ?= 2
 PYTHON ?= python3
 ARGS ?=
 SGLANG ?= sglang==0.5.23
+# The oldest release that the extra takes; requirements/dev.txt has the newest.
+TRANSFORMERS ?= 5.17.0
 
 BIN := $(VENV)/bin
 # One thread for each test process: several processes that each use every core are slower than none.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo bench figures site test quick imports sglang lint format types clean
+.PHONY: help venv demo bench figures site test quick imports sglang transformers lint format types clean
 
 help:
 	@echo 'make demo     compute FP8 sparse MLA attention here, check it and time it (ARGS="--help": its options)'
@@ -21,6 +23,7 @@ help:
 	@echo 'make quick    the tests without the slow ones'
 	@echo 'make imports  the tests of who may import whom, and of the time an import takes'
 	@echo 'make sglang   the tests of sparse_mla.integrations.sglang, against the wheel of one release'
+	@echo 'make transformers  those of sparse_mla.integrations.transformers, against an older release (TRANSFORMERS=5.17.0)'
 	@echo 'make lint     ruff: rules and format        make format  let ruff mend what it can'
 	@echo 'make types    mypy, strict                  make clean   remove $(VENV) and caches'
 
@@ -52,6 +55,15 @@ imports: venv
 sglang: venv
 	test -d build/$(SGLANG) || $(BIN)/python -m pip install --quiet --no-deps --target build/$(SGLANG) $(SGLANG)
 	PYTHONPATH=build/$(SGLANG) $(PYTEST) tests/test_integrations_sglang.py
+
+# With what it needs, in a folder of its own: an older one wants an older huggingface_hub than the environment has.
+# All else is as pinned.
+transformers: OLDER = build/transformers-$(TRANSFORMERS)
+transformers: venv
+	test -d $(OLDER) || grep -Ev '^(transformers|huggingface_hub)==' requirements/dev.txt | \
+		$(BIN)/python -m pip install --quiet --constraint /dev/stdin --target $(OLDER) transformers==$(TRANSFORMERS)
+	PYTHONPATH=$(OLDER) $(BIN)/python -c 'import transformers as t; assert t.__version__ == "$(TRANSFORMERS)", t.__file__'
+	PYTHONPATH=$(OLDER) $(PYTEST) tests/test_integrations_transformers.py
 
 lint: venv
 	$(BIN)/python -m ruff check .

@@ -165,7 +165,8 @@ def run_prepared(problem: PrefillProblem, backend: str = "auto") -> tuple[str, P
     prepare = getattr(chosen, "prepare", None)
     if prepare is not None:
         prepared: Prepared = prepare(problem)
-        prepared.launch(problem.addresses)
+        launched = prepared.launch(problem.addresses)
+        assert launched, f"{name} refuses addresses that its refusal took"
         return name, prepared
     if torch.is_grad_enabled() and requires_grad(problem):
         with torch.no_grad():

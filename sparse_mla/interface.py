@@ -288,6 +288,7 @@ def _is_eager() -> bool:
     """Whether nothing traces, transforms or fakes what this thread does."""
     return (
         not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.peek_interpreter_stack() is None
     )

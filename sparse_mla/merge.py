@@ -93,8 +93,8 @@ def _checked(
     """The parts as (out, lse, max_logits) triples; raises for the first that does not fit."""
     fault = _fault(outs, lses, max_logits)
     if fault is not None:
-        name, expected, got = fault
-        raise error("merge-shapes", name=name, expected=expected, got=got)
+        name, wanted, got = fault
+        raise error("merge-shapes", name=name, wanted=wanted, got=got)
     maxima = [None] * len(outs) if max_logits is None else list(max_logits)
     return [
         (out.detach(), lse.detach(), None if part is None else part.detach())

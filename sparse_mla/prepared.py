@@ -9,7 +9,8 @@ checks again, which find what is wrong and say it.
 The metadata of the tensors are compared by `TensorGuards`, with which ``torch.compile`` finds out
 whether a graph that it compiled fits a call: class, dispatch keys (kind of device, layout, views
 that negate or conjugate, inference tensors), dtype, device, sizes and strides. To read as much from
-Python takes as long as a launch. Where torch has no such class, nothing is prepared.
+Python takes as long as a launch. Where torch has no such class, or one that is asked otherwise,
+nothing is prepared.
 
 Only for plain eager calls: what traces, transforms or fakes operations must find the op.
 """
@@ -32,11 +33,14 @@ from .violations import size
 guards: Any
 try:
     from torch._C._dynamo import guards
-except ImportError:
+
+    TensorGuards, empty_strided_cuda = guards.TensorGuards, guards._empty_strided_cuda
+except (ImportError, AttributeError):
     guards = None
 
 MOST = 16
-"""Calls that a thread remembers; the oldest is given up for a new one."""
+"""Calls that a thread remembers. For a new one the last is given up; one that is used while in the
+latter half goes to the front, so that those in use stay."""
 
 Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Tensors = tuple[Any, Any, Any, Any, Any, Any, Any, Any, Any, Any]
@@ -65,9 +69,14 @@ class _Call(NamedTuple):
 
 
 class _Calls(threading.local):
-    """The newest first. Each thread has its own, which no other can delay or drive out."""
+    """New ones first. Each thread has its own, which no other can delay or drive out."""
 
     newest: tuple[_Call, ...] = ()
+
+    def to_front(self, place: int) -> None:
+        """Make the call at a place the newest."""
+        before, call, behind = self.newest[:place], self.newest[place], self.newest[place + 1 :]
+        self.newest = (call, *before, *behind)
 
 
 _calls = _Calls()
@@ -77,13 +86,15 @@ def run(operator: str, backend: str, sm_scale: Any, tensors: Tensors) -> Outputs
     """Run a call that is like a remembered one; ``None``, with nothing written, where none is."""
     kind = _kind(operator, backend, sm_scale, tensors)
     given: tuple[Any, ...] = ()
-    for call in _calls.newest:
+    for place, call in enumerate(_calls.newest):
         if call.kind == kind:
             if not given:  # the same for every call of a kind
                 given = call.given(tensors)
                 if not _all_tensors(given):
                     return None
             if call.alike(*given):
+                if place >= MOST // 2:
+                    _calls.to_front(place)
                 break
     else:
         return None
@@ -138,7 +149,7 @@ def _all_tensors(given: tuple[Any, ...]) -> bool:
     """Whether the guards can be asked: at a nested tensor, which has no strides, they abort."""
     try:
         return True not in map(_is_nested, given)
-    except AttributeError:
+    except Exception:  # whatever stands in a tensor's place: the checks say what is wrong with it
         return False
 
 
@@ -150,13 +161,12 @@ def _outputs(call: _Call, q: torch.Tensor, out: Any, max_logits: Any, lse: Any) 
     if not q.is_cuda or torch._C._cuda_getDevice() != q.get_device():
         s_q, h_q = call.new_statistic[0]
         return allocate_outputs(q, s_q, h_q, out, max_logits, lse)
-    empty = guards._empty_strided_cuda
     if out is None:
-        out = empty(*call.new_out)
+        out = empty_strided_cuda(*call.new_out)
     if max_logits is None:
-        max_logits = empty(*call.new_statistic)
+        max_logits = empty_strided_cuda(*call.new_statistic)
     if lse is None:
-        lse = empty(*call.new_statistic)
+        lse = empty_strided_cuda(*call.new_statistic)
     return out, max_logits, lse
 
 
@@ -178,7 +188,7 @@ def remember(
     """Keep what backend ``name`` prepared for a call, where one like it may follow."""
     kind = _kind(operator, backend, sm_scale, tensors)
     s_q, h_q = problem.s_q, problem.h_q
-    if kind is None or guards is None or type(s_q) is not int:  # a tensor under torch.jit.trace
+    if kind is None or guards is None:
         return
     places, sizes = [], []
     for i, (x, used) in enumerate(zip(tensors, problem.tensors, strict=True)):
@@ -192,9 +202,12 @@ def remember(
             return  # made for this call: q in FP8, a number as a tensor; or of a class of its own
     given = itemgetter(*places)
     present = given(tensors)
-    alike = guards.TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     if places[-1] < OUT:
         sizes.clear()
+    try:
+        alike = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    except (TypeError, RuntimeError):  # of a torch newer than this
+        return
     if not alike(*present) or (sizes and not _apart(problem.addresses, tuple(sizes))):
         return  # inputs share memory: whether outputs do as well is looked at each time
     call = _Call(

@@ -19,6 +19,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "kv_dtype": ("torch.bfloat16", "torch.float16"),
     "device": ("cuda:0", "cpu", "mps:0"),
     "got": ("cuda:1", "cpu"),
+    "wanted": ("at least one part", "float32 (2, 3) on cpu"),
     "value": ("nan", "-1.5", "0.0"),
     "what": ("float 0.5", "None", "float32 tensor of shape (2,)"),
     "backend": ("sm90", "flashmla_sparse"),

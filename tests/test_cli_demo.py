@@ -96,7 +96,7 @@ def test_the_figures_as_text() -> None:
     result = invoke()
     assert result.exit_code == 0
     assert result.stderr == ""  # no progress bar into a pipe
-    for words in ("GFLOP/s", "MiB at most", "agrees with the reference", "of full causal"):
+    for words in ("GFLOP/s", "MiB at most", "agrees with the reference", "of the softmax weight"):
         assert words in result.stdout
     assert "DIFFERS" not in result.stdout
 

@@ -24,6 +24,7 @@ from sparse_mla.errors import (
     SparseMLAError,
     error,
 )
+from sparse_mla.errors.record import fill
 from sparse_mla.errors.records import FAMILIES, joined
 
 # The first lines that the contract promises, literally; {} is a value.
@@ -151,6 +152,15 @@ def test_templates_use_plain_fields(record: ErrorRecord) -> None:
     text = str(record.exception(record, context(record, 0)))
     assert "{" not in text
     assert "?" not in text
+
+
+@pytest.mark.parametrize("record", RECORDS.values(), ids=lambda record: record.id)
+def test_a_sentence_about_indices_is_in_the_plural(record: ErrorRecord) -> None:
+    """After "your" a name is a noun; one sentence serves q and indices, so its verb has another
+    subject."""
+    for name in ("indices", "max_logits"):
+        sentence = fill(record.yours, context(record, 0) | {"name": name})
+        assert not re.search(rf"\byour {name} (is|has|was|\w+s)\b", sentence, re.IGNORECASE)
 
 
 def test_related_records_name_each_other() -> None:

@@ -207,3 +207,19 @@ def test_the_guard_for_head_counts_chooses_the_operator() -> None:
     names["q"] = torch.zeros(4, 128, 576)
     exec(RECORDS["h-q-not-multiple-of-64"].guard, names)
     assert names["call"] is sparse_mla.sparse_mla_q8kv8_prefill_fwd
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale", "bound"), [(torch.float64, 1.0, 2**-8), (torch.float8_e5m2, 0.5, 2**-4)]
+)
+def test_the_guard_for_the_dtype_of_q_keeps_its_values(
+    dtype: torch.dtype, scale: float, bound: float
+) -> None:
+    """Within what bfloat16 and e4m3 round, of the largest value where those below are subnormal."""
+    q = torch.randn(4, 16, 576, generator=torch.Generator().manual_seed(0)).to(dtype)
+    names = {**_names(), "q": q, "q_scale": scale}
+    exec(RECORDS["q-dtype-unsupported"].guard, names)
+    assert names["q"].dtype in (torch.bfloat16, torch.float8_e4m3fn)
+    values, wanted = names["q"].double() * names["q_scale"], q.double() * scale
+    slack = wanted.abs().max() * 2**-17
+    assert ((values - wanted).abs() <= bound * wanted.abs() + slack).all()

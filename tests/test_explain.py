@@ -84,7 +84,7 @@ def test_reads_standard_input(arguments: tuple[str, ...]) -> None:
     result = run(*arguments, stdin=traceback_around("indices must be int32, got torch.int64"))
     assert result.exit_code == 0
     assert result.output.startswith("indices-not-int32: ")
-    assert "Your indices is torch.int64." in result.output
+    assert "Your indices are torch.int64." in result.output
 
 
 def test_standard_input_of_any_bytes() -> None:

@@ -280,3 +280,53 @@ def test_source(path: Path) -> None:
 
 def test_there_are_sources() -> None:
     assert {jit.KERNELS / name for name in ROLES} <= set(SOURCES)
+
+
+@pytest.mark.parametrize(
+    ("place", "off"), [(0, 8), (1, 8), (7, 2)], ids=["q", "kv", "out"]
+)  # places of `params.Addresses`
+def test_addresses_that_no_kernel_loads_from_are_not_launched(
+    place: int, off: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    prepared = sm90.Prepared(0, ())
+    addresses = [4096] * 10
+    assert prepared.launch(tuple(addresses))  # type: ignore[arg-type]
+    addresses[place] += off
+    assert not prepared.launch(tuple(addresses))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["q_scale", "attn_sink", "lse"])
+def test_views_that_negate_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their memory holds the other sign."""
+    monkeypatch.setattr(sm90, "device_reason", lambda index: None)
+    problem = make_problem(make_inputs(Case("negated", s_q=2, s_kv=9, h_q=8, sink="normal")))
+    negated = replace(problem, **{name: torch._neg_view(getattr(problem, name))})
+    for given, reason in ((problem, None), (negated, "a tensor is a view that negates")):
+        on_gpu = _OnGpu(given)
+        found = sm90.refusal(on_gpu)  # type: ignore[arg-type]
+        assert found is None if reason is None else found is not None and found.startswith(reason)
+
+
+class _OnGpu:
+    """A problem whose q says that it lies on a CUDA device."""
+
+    def __init__(self, problem: PrefillProblem) -> None:
+        self._problem = problem
+        self.q = _CudaTensor(problem.q)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._problem, name)
+
+
+class _CudaTensor:
+    is_cuda = True
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def get_device(self) -> int:
+        return 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tensor, name)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from sparse_mla import ContractError
 from sparse_mla.backends import reference
+from sparse_mla.errors.explain import find
 from sparse_mla.merge import merge_attention_states
 from sparse_mla.testing import Case, make_inputs, make_problem
 
@@ -153,7 +154,10 @@ def test_parts_that_do_not_belong_together(outs: Any, lses: Any, maxima: Any, na
     with pytest.raises(ContractError) as caught:
         merge_attention_states(outs, lses, maxima)
     assert caught.value.id == "merge-shapes"
-    assert str(caught.value).startswith(f"merge_attention_states: {name} must be ")
+    first_line = str(caught.value).partition("\n")[0]
+    assert first_line.startswith(f"merge_attention_states: {name} must be ")
+    explained = find(first_line)[0]
+    assert (explained.record.id, explained.values) == ("merge-shapes", caught.value.context)
 
 
 def test_it_compiles_into_one_graph() -> None:

@@ -516,10 +516,23 @@ class TestTracing:
         assert got.shape == (2, 3, 64, 512)
 
     @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
     def test_jit_trace_remembers_nothing(self) -> None:
         call = without(good_call(), *OUTPUTS)
-        torch.jit.trace(lambda q: strict(**call | {"q": q}), call["q"], check_trace=False)
+        graph = torch.jit.trace(
+            lambda q: strict(**call | {"q": q}), call["q"], check_trace=False
+        ).graph
         assert prepared._calls.newest == ()
+        assert "sparse_mla::q8kv8_prefill" in str(graph)
+
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+    def test_jit_trace_finds_the_op_of_a_remembered_call(self) -> None:
+        call = without(good_call(), *OUTPUTS)
+        remembered(call)
+        graph = torch.jit.trace(
+            lambda q: strict(**call | {"q": q}), call["q"], check_trace=False
+        ).graph
+        assert "sparse_mla::q8kv8_prefill" in str(graph)
 
 
 class TestMemory:
@@ -540,6 +553,14 @@ class TestMemory:
         for scale in scales[3:]:
             assert backend.ran(lambda s=scale: strict(**good_call(sm_scale=s))) == "prepared"
         assert backend.ran(lambda: strict(**good_call(sm_scale=1.0))) == "checked"
+
+    def test_a_call_that_is_used_is_not_given_up(self, backend: StandIn) -> None:
+        usual = good_call()
+        remembered(usual)
+        for i in range(4 * prepared.MOST):
+            assert backend.ran(lambda s=1.0 + i: strict(**good_call(sm_scale=s))) == "checked"
+            assert backend.ran(lambda: strict(**usual)) == "prepared"
+            assert len(prepared._calls.newest) <= prepared.MOST
 
     def test_threads_remember_for_themselves(self, backend: StandIn) -> None:
         call = good_call()
@@ -567,6 +588,39 @@ class TestMemory:
             os._exit(0 if prepared._calls.newest == () else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert len(prepared._calls.newest) == 1
+
+
+def test_what_is_no_tensor_gets_its_own_error() -> None:
+    """Whatever it raises when it is asked for an attribute."""
+
+    class Odd:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    remembered(good_call())
+    for name in ("q", "kv_scale", "lse"):
+        with pytest.raises(ContractError):
+            strict(**good_call(**{name: Odd()}))
+
+
+def test_a_torch_whose_guards_are_asked_otherwise(
+    backend: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def guards(*tensors: Any) -> None:
+        raise AssertionError("takes no keyword")
+
+    monkeypatch.setattr(prepared, "TensorGuards", guards)
+    for _ in range(2):
+        assert backend.ran(lambda: strict(**good_call())) == "checked"
+
+
+def test_a_backend_takes_the_addresses_that_it_did_not_refuse(
+    backend: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else nothing would be written, and nobody would know."""
+    monkeypatch.setattr(backend, "prepare", lambda p: SimpleNamespace(launch=lambda a: False))
+    with pytest.raises(AssertionError, match="stand-in refuses addresses"):
+        strict(**good_call())
 
 
 def test_tensors_that_are_apart() -> None:

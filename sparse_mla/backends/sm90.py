@@ -73,6 +73,8 @@ def refusal(problem: PrefillProblem) -> str | None:
         return reason
     if q_scale is None or kv_scale is None:
         return f"q is {q.dtype} and kv {kv.dtype}: the kernels multiply FP8 with scales"
+    if any(x is not None and x.is_neg() for x in problem.tensors):
+        return "a tensor is a view that negates (is_neg()): the kernels read memory as it lies"
     kv_stride = _kv_stride(problem)
     if (q.data_ptr() | kv.data_ptr() | q.stride(0) | q.stride(1) | kv_stride) & 15:
         return (
@@ -113,12 +115,15 @@ def _multiprocessors(device: int) -> int:
 def run(problem: PrefillProblem) -> None:
     """Launch the kernels that fill the problem's outputs, on the current stream."""
     if problem.s_q:
-        prepare(problem).launch(problem.addresses)
+        launched = prepare(problem).launch(problem.addresses)
+        assert launched  # by `refusal`
 
 
 def launch(problem: PrefillProblem, part: Part) -> None:
     """Launch the kernel that computes one part of the heads."""
-    Prepared(problem.q.get_device(), (prepare_part(problem, part),)).launch(problem.addresses)
+    one = Prepared(problem.q.get_device(), (prepare_part(problem, part),))
+    launched = one.launch(problem.addresses)
+    assert launched  # by `refusal`
 
 
 def prepare(problem: PrefillProblem) -> Prepared:

@@ -192,7 +192,8 @@ class ChunkRun:
         if self.peak_bytes is not None:
             where = "of the device" if self.chunk.q.is_cuda else "of this process"
             say_row("memory", f"{self.peak_bytes / 2**20:,.0f} MiB at most, {where}")
-        say_row("selection", f"keeps {float(self.kept.mean()):.1%} of full causal attention")
+        kept = f"{float(self.kept.mean()):.1%}"
+        say_row("selection", f"holds {kept} of the softmax weight of all keys up to the query")
         say_row("result", self.comparison.text())
         if plot is not None:
             say_row("picture", plot)

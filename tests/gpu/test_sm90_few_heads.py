@@ -61,7 +61,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize(("heads", "ctas"), KERNELS)
+@pytest.mark.parametrize(("heads", "ctas"), WITH_64)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_kernel_gives_what_the_reference_does(case: Case, heads: int, ctas: int) -> None:
     """Nothing that no valid slot selects is read, nothing outside the outputs is written."""
@@ -74,7 +74,8 @@ def test_every_kernel_gives_what_the_reference_does(case: Case, heads: int, ctas
         out, max_logits, lse = (guard.tensor for guard in guards)
         problem = general(inputs, (out, max_logits, lse))
     queries = range(0, case.s_q, -(-case.s_q // 16))
-    compare(problem, EXACT_STATISTICS if ON_GPU else LIMITS, queries=queries)
+    limits = EXACT_STATISTICS if ON_GPU and heads < 64 else LIMITS
+    compare(problem, limits, queries=queries)
     for guard in guards:
         guard.check()
 
@@ -230,17 +231,21 @@ def test_scales_of_tokens_that_are_equal_are_one_scale(h_q: int, d_qk: int) -> N
 
 
 @pytest.mark.cuda_only
+@pytest.mark.parametrize(("heads", "ctas"), WITH_64)
 @pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf])
-def test_a_bad_scale_of_a_token_spoils_the_queries_that_select_it(bad: float) -> None:
+def test_a_bad_scale_of_a_token_spoils_the_queries_that_select_it(
+    bad: float, heads: int, ctas: int
+) -> None:
     scales = torch.full((700,), 0.3, device=DEVICE)
     inputs = with_kv_scales(scales)
     inputs.indices[:, 0, 0] = 5
     inputs.indices[inputs.indices == 7] = 6
     inputs.indices[2, 0, 17] = 7
-    want = general(inputs)
     spoilt = scales.clone()
     spoilt[7] = bad
-    got = general(inputs, kv_scale=spoilt)
+    with forced(heads, ctas):
+        want = general(inputs)
+        got = general(inputs, kv_scale=spoilt)
     for a, b, name in zip(results(got), results(want), ("out", "max", "lse"), strict=True):
         assert a[2].isnan().all()
         a[2] = b[2]

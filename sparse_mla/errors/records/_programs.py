@@ -54,11 +54,12 @@ def general(
     kv: str = "torch.randn(300, 576).to(torch.float8_e4m3fn)",
     indices: str = "torch.randint(0, 300, (4, 100), dtype=torch.int32)",
     more: str = "kv_scale=1.0",
+    imports: str = GENERAL,
 ) -> str:
     """A program that calls the general operator; ``extra`` lines stand right before the call."""
     lines = [
         "import torch",
-        f"from sparse_mla import {GENERAL}",
+        f"from sparse_mla import {imports}",
         "",
         f"q = {q}",
         f"kv = {kv}",

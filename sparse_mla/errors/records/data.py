@@ -165,7 +165,7 @@ RECORDS = (
             "look at how {name} was computed; amax / 448 of an all-zero tensor is 0, and its"
             " reciprocal is infinite."
         ),
-        yours="Your {name} holds {value} ({count} such values).",
+        yours="There is {value} in your {name} ({count} such values).",
         meaning=(
             "Scales must be finite and above 0. The operator cannot look at the value without"
             " waiting for the GPU, so a bad one shows as NaN in the output, and by name only in a"
@@ -222,7 +222,7 @@ RECORDS = (
             "find who wrote row {row} of {name}: uninitialised memory, an overflow before"
             " quantisation, or other bytes read as FP8."
         ),
-        yours="Row {row} of your {name} holds NaN; {count} rows do.",
+        yours="In your {name} row {row} holds NaN; {count} rows do.",
         meaning=(
             "In e4m3fn the bytes 0x7f and 0xff are NaN, and there is no infinity. Such bytes come"
             " from a cast without clamping, or from memory that holds something else than e4m3fn"

@@ -197,7 +197,7 @@ RECORDS = (
         trigger="`auto` passed over a faster backend of the device",
         situations=(
             "An unquantised kv (bfloat16) on a Hopper GPU: the FP8 kernel does not take it.",
-            "Rows of q or kv that do not start at multiples of 16 bytes, as in some views.",
+            "FP8 rows of q or kv that do not start at multiples of 16 bytes, as in some views.",
             "A GPU of another generation than the kernel was built for.",
             (
                 "The packages for the GPU kernels are not installed, so that only the reference is"

@@ -15,7 +15,10 @@ RECORDS = (
             "A float query is quantised on the device, an FP8 query must be e4m3fn; other types"
             " have no agreed meaning here."
         ),
-        fix="convert q, for example q.to(torch.bfloat16).",
+        fix=(
+            "convert q, for example q.to(torch.bfloat16); another FP8 type through float, times the"
+            " scale that it was written with."
+        ),
         yours="Your q is {dtype}.",
         meaning=(
             "float8_e4m3fnuz and float8_e5m2 hold other values in the same bytes, integers carry no"
@@ -25,18 +28,37 @@ RECORDS = (
         trigger="`q.dtype` is none of the four named types",
         situations=(
             "NumPy data became float64 on its way to torch.",
+            (
+                "The query was quantised to float8_e5m2, for its range, or because the cache is"
+                " kept so (kv_cache_dtype='fp8_e5m2')."
+            ),
             "The query comes from AMD hardware as float8_e4m3fnuz.",
             "The query is an integer tensor, such as token ids or uint8 bytes.",
         ),
         solutions=(
-            Solution("Convert by value.", "q = q.to(torch.bfloat16)"),
+            Solution("Convert float64 by value.", "q = q.to(torch.bfloat16)"),
+            Solution(
+                "Convert another FP8 type by value, through float and with its scale, and quantise"
+                " again; viewing it as e4m3fn would give other numbers.",
+                "q, q_scale = quantize_fp8(q.float() * q_scale)",
+            ),
             Solution(
                 "For FP8 bytes in a uint8 buffer, view them, if they are e4m3fn.",
                 "q = q.view(torch.float8_e4m3fn)",
             ),
         ),
-        before=general(q="torch.randn(4, 16, 576, dtype=torch.float64)"),
-        after=general(q="torch.randn(4, 16, 576, dtype=torch.float64).to(torch.bfloat16)"),
+        before=general(
+            "q_scale = torch.tensor([0.01])",
+            q="(torch.randn(4, 16, 576) / 0.01).to(torch.float8_e5m2)",
+            more="q_scale=q_scale, kv_scale=1.0",
+        ),
+        after=general(
+            "q_scale = torch.tensor([0.01])",
+            "q, q_scale = quantize_fp8(q.float() * q_scale)",
+            q="(torch.randn(4, 16, 576) / 0.01).to(torch.float8_e5m2)",
+            more="q_scale=q_scale, kv_scale=1.0",
+            imports=f"quantize_fp8, {GENERAL}",
+        ),
         related=("kv-dtype-unsupported", "not-e4m3fn"),
         operators=(GENERAL,),
         since="0.1.0",
@@ -150,7 +172,7 @@ RECORDS = (
             " cut the graph."
         ),
         fix="call under torch.no_grad() or torch.inference_mode(), or pass {name}.detach().",
-        yours="Your {name} requires grad.",
+        yours="Your call would need a gradient of {name}.",
         meaning=(
             "A result that looks differentiable but is not would train a model with missing"
             " gradients and no error. So an input that requires grad is refused while gradients are"

@@ -222,7 +222,7 @@ RECORDS = (
             " above 3.4e38 or below 1.4e-45."
         ),
         fix="pass the positive scale that quantisation used; for an all-zero tensor use 1.0.",
-        yours="Your {name} is {value}.",
+        yours="Your call passed {name} as {value}.",
         meaning=(
             "A scale given as a number can be checked without waiting for the GPU, and so it is."
             " The values inside a scale tensor are checked only with SPARSE_MLA_DEBUG=1."

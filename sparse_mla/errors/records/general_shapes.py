@@ -70,7 +70,7 @@ RECORDS = (
         fix=(
             "make q and indices from the same tokens; for an empty selection pass one column of -1."
         ),
-        yours="Your q has {s_q} tokens and your indices has shape {shape}.",
+        yours="Your q has {s_q} tokens and your indices have shape {shape}.",
         meaning=(
             "Row t of indices says which cache rows query t reads. Any width from 1 up is allowed,"
             " and unused slots are -1."
@@ -115,7 +115,7 @@ RECORDS = (
             " next to each other (a last stride of 1)."
         ),
         fix="pass {name}.contiguous(), or slice rows rather than columns.",
-        yours="Your {name} has strides {strides}.",
+        yours="Your call passed {name} with strides {strides}.",
         meaning=(
             "The general operator reads rows with any distance between them, so slices of tokens,"
             " heads or a wider buffer cost no copy. Within a row it loads many columns at once,"

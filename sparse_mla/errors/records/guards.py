@@ -115,6 +115,8 @@ if q.shape[1] == 0:
     "q-dtype-unsupported": """
 if q.dtype == torch.float64:
     q = q.to(torch.bfloat16)
+elif q.dtype == torch.float8_e5m2:
+    q, q_scale = quantize_fp8(q.float() * q_scale)
 """,
     "kv-dtype-unsupported": """
 if kv.dtype == torch.uint8:  # the bytes of a cache

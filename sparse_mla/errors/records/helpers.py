@@ -138,7 +138,7 @@ RECORDS = (
         id="merge-shapes",
         exception=ContractError,
         title="Partial results that do not belong together",
-        message="merge_attention_states: {name} must be {expected}, got {got}",
+        message="merge_attention_states: {name} must be {wanted}, got {got}",
         detail=(
             "Merging weighs each part's out by its lse, token by token and head by head, so all"
             " parts need the same tokens and heads."
@@ -147,7 +147,7 @@ RECORDS = (
             "pass parts of the same queries, each out (s_q, h_q, d_v) with its lse (s_q, h_q) in"
             " float32."
         ),
-        yours="Your {name} is {got}; it must be {expected}.",
+        yours="For {name} your call gave {got}, in the place of {wanted}.",
         meaning=(
             "The parts are attention of the same queries over disjoint pieces of the cache. Their"
             " lse must be the natural logarithm, without the sink; a part with a non-finite lse"

@@ -126,7 +126,7 @@ RECORDS = (
             "make it once: torch.tensor([value], dtype=torch.float32, device=q.device); or call"
             " sparse_mla_prefill, which takes floats."
         ),
-        yours="Your {name} is {what}.",
+        yours="Your call passed {name} as {what}.",
         meaning=(
             "q_scale and kv_scale turn stored FP8 values back into real ones. The strict operator"
             " takes them as tensors for the whole of q and of kv, as the operator it replaces does."

@@ -95,8 +95,8 @@ RECORDS = (
         meaning=(
             "One tile of the tensor-core product holds 64 heads of one query token. The strict"
             " operator keeps the contract of SGLang's operator, which asks for padded heads. The"
-            " general operator has no such limit: it needs no padded copy, and on Hopper 8, 16"
-            " and 32 heads have kernels of their own."
+            " general operator has no such limit: it needs no padded copy, and on Hopper 8,"
+            " 16, 24 and 32 heads have kernels of their own."
         ),
         trigger="`q.shape[1] == 0 or q.shape[1] % 64 != 0`",
         situations=(

@@ -82,7 +82,7 @@ RECORDS = (
             " {layout} has no single block of memory to read."
         ),
         fix="pass {name}.to_dense(), or for a nested tensor its values packed into one.",
-        yours="Your {name} has the layout {layout}.",
+        yours="Your call passed {name} with the layout {layout}.",
         meaning=(
             "Sparse, nested and oneDNN tensors are torch tensors that keep their values elsewhere"
             " than in one block of memory. The sparsity of this attention is not that of a tensor:"
@@ -230,7 +230,7 @@ RECORDS = (
             "pass indices.unsqueeze(1) when it is (s_q, topk), and indices.flatten(0, 1) when it"
             " still has a batch dimension."
         ),
-        yours="Your indices has shape {shape}, which is not three-dimensional.",
+        yours="Your indices have shape {shape}, which is not three-dimensional.",
         meaning=(
             "The strict operator keeps a KV-head dimension of 1 in indices, as SGLang and FlashMLA"
             " do. An indexer returns (s_q, topk), so that the dimension has to be added."
@@ -268,7 +268,7 @@ RECORDS = (
         message="indices must have shape ({s_q}, {h_kv}, topk), got {shape}",
         detail="q has {s_q} tokens, so indices needs {s_q} lists of slots, one for each.",
         fix="make q and indices from the same tokens: cut both, or pad both (indices with -1).",
-        yours="Your q has {s_q} tokens and your indices has shape {shape}.",
+        yours="Your q has {s_q} tokens and your indices have shape {shape}.",
         meaning=(
             "Row t of indices says which cache rows query t reads. If the counts differ, some"
             " queries would read lists of other queries, or memory past the end."
@@ -334,7 +334,7 @@ RECORDS = (
             "pad indices with -1 up to the next multiple of 128, or call sparse_mla_prefill, which"
             " takes any topk."
         ),
-        yours="Your indices has {topk} slots per query.",
+        yours="Your indices have {topk} slots per query.",
         meaning=(
             "The width of indices, not the number of valid slots, must be a multiple of 128. A slot"
             " of -1 contributes nothing, so padding changes no result."

@@ -16,7 +16,7 @@ RECORDS = (
             " would wait for the GPU and cannot be captured in a CUDA graph."
         ),
         fix="move {name} once, where it is made: {name} = {name}.to(q.device).",
-        yours="Your q is on {device} and your {name} is on {got}.",
+        yours="Your call passed q on {device} and {name} on {got}.",
         meaning=(
             "The kernel gets plain addresses, valid on one device. A tensor elsewhere would be an"
             " illegal access, or a hidden copy of the whole cache for every call."
@@ -77,7 +77,7 @@ RECORDS = (
             " sparse_mla_prefill; make rows of a packed cache (656 or 584 bytes a token) with"
             " sparse_mla.kv_cache.gather_fp8."
         ),
-        yours="Your {name} is {dtype}.",
+        yours="Your call passed {name} as {dtype}.",
         meaning=(
             "float8_e4m3fn is the FP8 type of NVIDIA GPUs: largest value 448, no infinity."
             " float8_e4m3fnuz (AMD) gives every byte half that value and reads 0x80 as NaN;"
@@ -174,7 +174,7 @@ RECORDS = (
             "pass {name}.contiguous(); for q and kv with dense rows sparse_mla_prefill takes the"
             " strides as they are."
         ),
-        yours="Your {name} is a view with gaps, or transposed.",
+        yours="Your call passed {name} as a view with gaps, or transposed.",
         meaning=(
             "The strict operator computes addresses from shapes alone, as the operator it replaces"
             " does. A slice or a transpose has other strides, and reading it by shape would give"
@@ -237,7 +237,7 @@ RECORDS = (
         message="indices must be int32, got {dtype}",
         detail="The kernel reads 4-byte slots; torch.topk and torch.arange give int64.",
         fix="pass indices.to(torch.int32).",
-        yours="Your indices is {dtype}.",
+        yours="Your indices are {dtype}.",
         meaning=(
             "Read as int32, an int64 tensor would be a list in which every second slot is 0, so"
             " every query would attend to row 0 a thousand times. It is refused rather than"
@@ -288,8 +288,8 @@ RECORDS = (
             " out."
         ),
         yours=(
-            "Your {name} has shape {got_shape} and dtype {got_dtype}; this call writes {shape} of"
-            " {dtype}."
+            "Your call passed {name} with shape {got_shape} and dtype {got_dtype}; it writes"
+            " {shape} of {dtype}."
         ),
         meaning=(
             "out is bfloat16 (s_q, h_q, 512), of sparse_mla_prefill with an unquantised kv also"
