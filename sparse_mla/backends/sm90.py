@@ -107,6 +107,18 @@ def plan(problem: PrefillProblem) -> tuple[Part, ...]:
     )
 
 
+def kernels(problem: PrefillProblem) -> list[str]:
+    """Names of the kernels that `run` launches."""
+    return [_variant(problem, part).name for part in plan(problem)]
+
+
+def _variant(problem: PrefillProblem, part: Part) -> jit.Variant:
+    q_scale, kv_scale = problem.q_scale, problem.kv_scale
+    assert q_scale is not None  # both by `refusal`
+    assert kv_scale is not None
+    return part.variant(problem.d_qk, q_scale.numel() != 1, kv_scale.numel() != 1)
+
+
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -163,11 +175,9 @@ class Prepared:
 
 def prepare_part(problem: PrefillProblem, part: Part) -> PreparedPart:
     """The launch of the kernel that computes one part of the heads."""
-    q, q_scale, kv_scale = problem.q, problem.q_scale, problem.kv_scale
-    assert q_scale is not None  # both by `refusal`
-    assert kv_scale is not None
-    variant = part.variant(problem.d_qk, q_scale.numel() != 1, kv_scale.numel() != 1)
-    kernel = jit.load(variant, q.get_device())
+    q, q_scale = problem.q, problem.q_scale
+    assert q_scale is not None  # by `refusal`
+    kernel = jit.load(_variant(problem, part), q.get_device())
     grid = (part.ctas(problem.s_q, kernel.multiprocessors), 1, 1)
     configured = Launch(kernel, grid, (part.threads, 1, 1), SHARED_BYTES, part.ctas_per_item)
     scale_strides = sm90_quantize.scale_strides(q_scale)

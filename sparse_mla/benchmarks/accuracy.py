@@ -17,7 +17,7 @@ beside it on some of the same heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,6 @@ import torch
 
 from .. import dispatch
 from ..backends.reference import Attention
-from ..params import PrefillProblem
 from ..quantize import Per, quantize_fp8
 from ..testing import Case, Inputs, expected, fp8_p_emulation, make_inputs, make_problem
 
@@ -130,26 +129,18 @@ def _by_backend(name: str, inputs: Inputs, chosen: list[int], want: Attention) -
     """
     try:
         backend = dispatch.load(name)
-        plan = getattr(backend, "plan", None)
-        problem = make_problem(inputs if plan else _of(inputs, chosen))
+        kernels = getattr(backend, "kernels", None)
+        problem = make_problem(inputs if kernels else _of(inputs, chosen))
         why = backend.refusal(problem)
     except Exception as fault:  # a broken installation of what it needs
         why = f"{type(fault).__name__}: {fault}".partition("\n")[0]
     if why is not None:
         return {"reason": why}
     backend.run(problem)
-    if plan is None:
+    if kernels is None:
         return errors(problem.out.double(), want.out)
     found = errors(problem.out[chosen].double(), want.out)
-    return {**found, "kernels": kernels(problem, plan(problem))}
-
-
-def kernels(problem: PrefillProblem, plan: Iterable[Any]) -> list[str]:
-    """Names of the kernels that a plan of the problem launches."""
-    assert problem.q_scale is not None
-    assert problem.kv_scale is not None
-    many = [scale.numel() != 1 for scale in (problem.q_scale, problem.kv_scale)]
-    return [part.variant(problem.d_qk, *many).name for part in plan]
+    return {**found, "kernels": kernels(problem)}
 
 
 def errors(got: torch.Tensor, want: torch.Tensor) -> dict[str, Any]:
