@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -179,6 +180,34 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def at_once(works: dict[str, Callable[[], None]]) -> None:
+    """Each in a thread and on a stream of its own, all let go together; none may fail."""
+    if ON_GPU:
+        torch.cuda.synchronize()
+    start = threading.Barrier(len(works))
+    failures: list[str] = []
+
+    def run(name: str) -> None:
+        try:
+            start.wait()
+            works[name]()
+        except Exception as failure:
+            failures.append(f"{name}: {failure!r}")
+
+    def on_a_stream(name: str) -> None:
+        if not ON_GPU:
+            return run(name)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return run(name)
+
+    threads = [threading.Thread(target=on_a_stream, args=(name,)) for name in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
 
 
 @contextmanager

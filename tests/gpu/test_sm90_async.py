@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hopper import (
     ON_GPU,
     assert_equal_bits,
     assert_same_bits,
+    at_once,
     bits,
     drawn,
     general,
@@ -218,33 +220,14 @@ def test_several_threads() -> None:
     count, calls = 8, 20 if ON_GPU else 2
     inputs = [complete(k, s_q=10 + k, h_q=64 * (1 + k % 2)) for k in range(count)]
     wanted = [strict(x) for x in inputs]
-    if ON_GPU:
-        torch.cuda.synchronize()
-    start = threading.Barrier(count)
-    failures: list[str] = []
 
     def work(k: int) -> None:
-        try:
-            assert dispatch.last_backend() == ""
-            start.wait()
-            for _ in range(calls):
-                problem = strict(inputs[k])
-                assert_same_bits(problem, wanted[k])
-        except Exception as failure:
-            failures.append(f"thread {k}: {failure!r}")
+        assert dispatch.last_backend() == ""
+        for _ in range(calls):
+            problem = strict(inputs[k])
+            assert_same_bits(problem, wanted[k])
 
-    def on_a_stream(k: int) -> None:
-        if not ON_GPU:
-            return work(k)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return work(k)
-
-    threads = [threading.Thread(target=on_a_stream, args=(k,)) for k in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once({f"thread {k}": partial(work, k) for k in range(count)})
 
 
 @pytest.mark.cuda_only

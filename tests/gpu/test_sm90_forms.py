@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from hopper import (
     ON_GPU,
     Results,
     assert_equal_bits,
+    at_once,
     bits,
     busy_stream,
     drawn,
@@ -322,37 +323,20 @@ def test_runs_are_equal_while_another_stream_is_busy(form: Form) -> None:
     assert wrong.tolist() == [0, 0, 0], f"runs that differ, of {RUNS}"
 
 
+ON_A_CPU = ("one-query", "rows-apart")
+
+
 def test_threads_of_different_forms() -> None:
     """Each with a stream of its own, all at once: no launch takes another's arguments."""
     calls = 20 if ON_GPU else 1
-    forms = list(FORMS.values()) if ON_GPU else [FORMS["one-query"], FORMS["rows-apart"]]
-    inputs = [inputs_of(form) for form in forms]
-    wanted = [run(x) for x in inputs]
-    if ON_GPU:
-        torch.cuda.synchronize()
-    start = threading.Barrier(len(forms))
-    failures: list[str] = []
+    inputs = {name: inputs_of(FORMS[name]) for name in (FORMS if ON_GPU else ON_A_CPU)}
+    wanted = {name: run(x) for name, x in inputs.items()}
 
-    def work(k: int) -> None:
-        try:
-            start.wait()
-            for _ in range(calls):
-                assert_same(run(inputs[k]), wanted[k])
-        except Exception as failure:
-            failures.append(f"{list(FORMS)[k]}: {failure!r}")
+    def work(name: str) -> None:
+        for _ in range(calls):
+            assert_same(run(inputs[name]), wanted[name])
 
-    def on_a_stream(k: int) -> None:
-        if not ON_GPU:
-            return work(k)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            return work(k)
-
-    threads = [threading.Thread(target=on_a_stream, args=(k,)) for k in range(len(forms))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    at_once({name: partial(work, name) for name in inputs})
 
 
 @pytest.mark.cuda_only
