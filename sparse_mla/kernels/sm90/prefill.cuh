@@ -249,7 +249,8 @@ struct Scores {
 
   DEVICE float c(u32 r) const { return kRowScales ? c_row[r] : c_all; }
 
-  // Into the registers of c, to become c after the first QK: by then they are there, and no register more is taken.
+  // Into the registers of c, to become c after the first QK: by then they are there, and no register more is taken. Where
+  // tokens have scales before it: S is multiplied by c as soon as it is there.
   DEVICE void load_row_scales(int token, int group) {
 #pragma unroll
     for (u32 r = 0; r < 2; r++) {
